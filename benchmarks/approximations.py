@@ -23,7 +23,7 @@ from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.multistage import Multistage
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank
 from distap.stages.replica import computing_in
 from distap.stopwatch import Stopwatch
@@ -152,10 +152,11 @@ class ApproximationsBenchmark(harness.Benchmark):
             images_of(recipe, World(), Stopwatch()).shares(range(count)), f"B = {size}", count
         ):
             pixels = share.images(slice(0, size)).clone()[share.present]
-            parts = pixels.split(self.micro_batch)
+            micro_batches = pixels.split(self.micro_batch)
             with torch.no_grad():
                 descriptors = {
-                    name: torch.cat([*map(one, parts)]) for name, one in describers.items()
+                    name: torch.cat([*map(describe, micro_batches)])
+                    for name, describe in describers.items()
                 }
             batches.append(Images(pixels, share.labels[share.present], descriptors))
         return batches
@@ -163,21 +164,23 @@ class ApproximationsBenchmark(harness.Benchmark):
     def _rows(
         self, network: RetrievalNetwork, loss: str, size: int, batches: Sequence[Images]
     ) -> list[harness.Row]:
-        found = [self._gradients(network, loss, batch) for batch in batches]
+        gradients = [self._gradients(network, loss, batch) for batch in batches]
         rows = []
-        for seed, (by_descriptors, by_parameters, replayed) in enumerate(found):
+        for seed, (by_descriptors, by_parameters, replayed) in enumerate(gradients):
             exact = by_parameters[EXACT]
-            others = [other[1][EXACT] for number, other in enumerate(found) if number != seed]
+            of_other_seeds = [
+                other[1][EXACT] for number, other in enumerate(gradients) if number != seed
+            ]
             for method, gradient in by_parameters.items():
                 row = {
                     "cosine": cosine(gradient, exact),
                     "norm": float(gradient.norm() / exact.norm()),
                     "by_descriptors": cosine(by_descriptors[method], by_descriptors[EXACT]),
-                    "other": statistics.fmean(cosine(gradient, other) for other in others),
+                    "other": statistics.fmean(cosine(gradient, other) for other in of_other_seeds),
                     "replayed": replayed[method],
                 }
-                about = {"loss": loss, "batch": size, "seed": seed, "method": method}
-                rows.append(about | {name: round(value, 6) for name, value in row.items()})
+                columns = {"loss": loss, "batch": size, "seed": seed, "method": method}
+                rows.append(columns | {name: round(value, 6) for name, value in row.items()})
         return rows
 
     def _gradients(
@@ -188,7 +191,8 @@ class ApproximationsBenchmark(harness.Benchmark):
         """
         total = len(batch.labels)
         described = {
-            name: rank(one, batch.labels, loss).gradient for name, one in batch.descriptors.items()
+            name: rank(descriptors, batch.labels, loss).gradient
+            for name, descriptors in batch.descriptors.items()
         }
         for size in self.small:
             if size < total:
@@ -196,7 +200,7 @@ class ApproximationsBenchmark(harness.Benchmark):
         everything = torch.arange(total)
         exact = described.pop(EXACT)
         sent = replayed(network, batch.pixels, everything, [*described.values()], self.micro_batch)
-        found = dict(zip(described, sent, strict=True))
+        gradients = dict(zip(described, sent, strict=True))
         # Images in bands of length: what a threshold leaves is a sum of bands.
         length = exact.norm(dim=1) / exact.norm(dim=1).max()
         limits = sorted({0.0, *self.skip_below})
@@ -209,13 +213,15 @@ class ApproximationsBenchmark(harness.Benchmark):
             )[0]
             for low, mask in masks.items()
         }
-        shares = dict.fromkeys(found, 1.0)
+        shares = dict.fromkeys(gradients, 1.0)
         for limit in limits:
             name = f"skip_below {limit:g}" if limit else EXACT
-            found[name] = torch.stack([band for low, band in bands.items() if low >= limit]).sum(0)
+            gradients[name] = torch.stack(
+                [band for low, band in bands.items() if low >= limit]
+            ).sum(0)
             described[name] = exact * (length > limit)[:, None]
             shares[name] = float((length > limit).float().mean())
-        return described, found, shares
+        return described, gradients, shares
 
     def _checked(self, network: RetrievalNetwork, loss: str, batch: Images) -> harness.Row:
         """Compare the three stages, and the replay here, with autograd through the whole batch in
@@ -229,9 +235,9 @@ class ApproximationsBenchmark(harness.Benchmark):
         except TypeError:
             reference = "distap's ranking"
             descriptors.backward(rank(descriptors, batch.labels, loss).gradient)
-        exact = flat([one.grad for one in trained(double)])
+        exact = flat([parameter.grad for parameter in trained(double)])
         Multistage(network, loss, self.micro_batch)(batch.pixels, batch.labels).backward()
-        multistage = flat([one.grad for one in trained(network)])
+        multistage = flat([parameter.grad for parameter in trained(network)])
         network.zero_grad()
         gradient = rank(batch.descriptors[EXACT], batch.labels, loss).gradient
         rows = torch.arange(len(batch.labels))
@@ -251,9 +257,9 @@ def mean_of_small(loss: str, batch: Images, classes: int) -> Tensor:
     """
     _, number = batch.labels.unique_consecutive(return_inverse=True)
     count = (int(number[-1]) + 1) // classes
-    part = (number // classes).clamp(max=count - 1)
+    small_batch = (number // classes).clamp(max=count - 1)
     gradient = torch.zeros_like(batch.descriptors[EXACT])
-    for rows in (part == one for one in range(count)):
+    for rows in (small_batch == number_of_batch for number_of_batch in range(count)):
         gradient[rows] = (
             rank(batch.descriptors[EXACT][rows], batch.labels[rows], loss).gradient / count
         )
@@ -267,41 +273,46 @@ def replayed(
     descriptors.
     """
     parameters = trained(network)
-    sums = [[torch.zeros_like(one) for one in parameters] for _ in gradients]
-    for own in rows.split(size):
-        descriptors = network(pixels[own])
+    sums = [[torch.zeros_like(parameter) for parameter in parameters] for _ in gradients]
+    for chunk in rows.split(size):
+        descriptors = network(pixels[chunk])
         for gradient, total in zip(gradients, sums, strict=True):
             torch._foreach_add_(
                 total,
-                torch.autograd.grad(descriptors, parameters, gradient[own], retain_graph=True),
+                torch.autograd.grad(descriptors, parameters, gradient[chunk], retain_graph=True),
             )
     return [flat(total) for total in sums]
 
 
 def trained(network: RetrievalNetwork) -> list[Tensor]:
-    return [one for one in network.parameters() if one.requires_grad]
+    return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
 
-def flat(parts: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([one.flatten() for one in parts if one is not None])
+def flat(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
 
 
-def cosine(one: Tensor, other: Tensor) -> float:
+def cosine(gradient: Tensor, other: Tensor) -> float:
     """Cosine between two gradients of any shape, in float64."""
-    return float(cosine_similarity(one.flatten().double(), other.flatten().double(), dim=0))
+    return float(cosine_similarity(gradient.flatten().double(), other.flatten().double(), dim=0))
 
 
 def summary(rows: Sequence[harness.Row]) -> list[harness.Row]:
     """Mean and standard deviation over the batches, by method."""
     means = []
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
+        of_method = [row for row in rows if row["method"] == method]
         names = ("cosine", "norm", "by_descriptors", "other", "replayed")
-        row: harness.Row = {name: statistics.fmean(one[name] for one in own) for name in names}
-        row |= {f"{name}_sd": statistics.stdev(one[name] for one in own) for name in names}
+        row: harness.Row = {
+            name: statistics.fmean(row_of_seed[name] for row_of_seed in of_method) for name in names
+        }
+        row |= {
+            f"{name}_sd": statistics.stdev(row_of_seed[name] for row_of_seed in of_method)
+            for name in names
+        }
         means.append({"method": method} | row)
     exact = next(row for row in means if row["method"] == EXACT)
     # Where batches have next to nothing in common, a share of that says nothing.
-    known = exact["other"] if exact["other"] > LEAST else None
+    expected = exact["other"] if exact["other"] > LEAST else None
     ordered = sorted(means, key=lambda row: row is not exact)
-    return [row | {"of_exact": harness.over(row["other"], known)} for row in ordered]
+    return [row | {"of_exact": harness.over(row["other"], expected)} for row in ordered]

@@ -66,8 +66,10 @@ class SeededBatch:
         for row, slot in enumerate(self.samples.tolist()):
             of_class = torch.Generator().manual_seed(slot // images_a_class)
             pattern = torch.randint(0, 128, (3, 8, 8), generator=of_class, dtype=torch.uint8)
-            own = torch.Generator().manual_seed(2**32 + slot)
-            noise = torch.randint(0, 128, shape[1:], generator=own, dtype=torch.uint8)
+            generator_of_labels = torch.Generator().manual_seed(2**32 + slot)
+            noise = torch.randint(
+                0, 128, shape[1:], generator=generator_of_labels, dtype=torch.uint8
+            )
             self.pixels[row] = pattern[:, cells][:, :, cells] + noise
 
     def images(self, rows: Rows) -> Tensor:
@@ -88,8 +90,8 @@ def loaded_shares(
         chunk: images that a worker hands over at once.
         stopwatch: times the waiting for the loader, as `data_wait`.
     """
-    with tempfile.TemporaryDirectory(prefix="distap-bench-") as own:
-        folder = Path(world.gather_values(own)[0])
+    with tempfile.TemporaryDirectory(prefix="distap-bench-") as temporary_folder:
+        folder = Path(world.gather_values(temporary_folder)[0])
         for sample, label, pixels in zip(
             batch.samples.tolist(), batch.labels.tolist(), batch.pixels, strict=True
         ):

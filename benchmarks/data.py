@@ -25,11 +25,11 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.photos import jpeg, packed, photo
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Transform, seeded
+from distap.data.images.boxes import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.sampling import RandomSampling
-from distap.data.sizing import Box, Shape, reduction
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track
@@ -98,7 +98,7 @@ class DataBenchmark(harness.Benchmark):
         torch.set_num_threads(1)
         rows = []
         for name in self.format:
-            files = [encoded(one, name, self.quality) for one in photos]
+            files = [encoded(picture, name, self.quality) for picture in photos]
             for transform in transforms:
                 rows.append(
                     self._row("decode", name, transform, files, self._decode(transform, files))
@@ -117,9 +117,14 @@ class DataBenchmark(harness.Benchmark):
         )
 
     def _row(
-        self, what: str, name: Format, transform: CropAndVary, files: Sequence[bytes], rates: Rates
+        self,
+        description: str,
+        name: Format,
+        transform: CropAndVary,
+        files: Sequence[bytes],
+        rates: Rates,
     ) -> harness.Row:
-        own = next(iter(rates.values()))
+        of_distap = next(iter(rates.values()))
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
@@ -128,17 +133,19 @@ class DataBenchmark(harness.Benchmark):
                 / (reduction(*transform.part(self.image, self.image)) if name == Format.jpg else 1)
             )
         return {
-            "what": what,
+            "what": description,
             "format": name,
             "image": self.image,
             "output": transform.size,
             "kilobytes": sum(map(len, files)) / len(files) / 1000,
             "scale": statistics.mean(scales),
-            "images_per_second": {name: statistics.median(found) for name, found in rates.items()},
+            "images_per_second": {
+                name: statistics.median(rates_of_turns) for name, rates_of_turns in rates.items()
+            },
             "faster": {
-                name: harness.median_ratio(own, found)
-                for name, found in rates.items()
-                if found is not own
+                name: harness.median_ratio(of_distap, rates_of_turns)
+                for name, rates_of_turns in rates.items()
+                if rates_of_turns is not of_distap
             },
         }
 
@@ -157,7 +164,9 @@ class DataBenchmark(harness.Benchmark):
         turns = harness.take_turns(
             decoders, self.rounds, World(), f"decoding to {transform.size} px"
         )
-        return {name: [len(files) / spent for spent in of.processor] for name, of in turns.items()}
+        return {
+            name: [len(files) / spent for spent in turn.processor] for name, turn in turns.items()
+        }
 
     def _shards(self, folder: Path, files: Sequence[bytes], name: Format) -> Path:
         """Pack the images into some shards for each worker of WebDataset, which deals out whole

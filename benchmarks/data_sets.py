@@ -31,24 +31,24 @@ def write_repeated(folder: Path, images: int, classes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)).save(path)
     pack(pictures, folder / SHARDS, images_per_shard=IMAGES_A_SHARD)
-    one = load_index(folder / SHARDS)
+    index = load_index(folder / SHARDS)
     shards = images // IMAGES_A_SHARD
     for shard in range(1, shards):
         (folder / SHARDS / f"{shard:06}.tar").symlink_to("000000.tar")
     rows = np.arange(images)
     Index(
         shard=(rows // IMAGES_A_SHARD).astype(np.int32),
-        offset=np.tile(one.offset, shards),
-        size=np.tile(one.size, shards),
-        crc32=np.tile(one.crc32, shards),
+        offset=np.tile(index.offset, shards),
+        size=np.tile(index.size, shards),
+        crc32=np.tile(index.crc32, shards),
         label=rows % classes,
-        width=np.tile(one.width, shards),
-        height=np.tile(one.height, shards),
+        width=np.tile(index.width, shards),
+        height=np.tile(index.height, shards),
         key=_numbered(rows * SPREAD % 10**NAME_DIGITS),
         path=np.full(images, ""),
         shard_name=np.array([f"{shard:06}.tar" for shard in range(shards)]),
-        shard_size=np.tile(one.shard_size, shards),
-        shard_sha256=np.tile(one.shard_sha256, shards),
+        shard_size=np.tile(index.shard_size, shards),
+        shard_sha256=np.tile(index.shard_sha256, shards),
         class_name=_numbered(np.arange(classes)),
         class_levels=np.array([f"group {number}" for number in range(GROUPS)])[
             np.arange(classes) % GROUPS, None

@@ -92,11 +92,13 @@ class EvaluationBenchmark(harness.Benchmark):
         peaks = {name: peak_bytes(candidate, CPU) for name, candidate in candidates.items()}
         turns = harness.take_turns(candidates, self.rounds, World(), "evaluations")
         names = list(
-            dict.fromkeys(name for of in found.values() for name in of if not name.startswith("mP"))
+            dict.fromkeys(
+                name for values in found.values() for name in values if not name.startswith("mP")
+            )
         )
         rows = []
-        for name, of in found.items():
-            cells = [f"{100 * of[figure]:.3f}" if figure in of else "-" for figure in names]
+        for name, values in found.items():
+            cells = [f"{100 * values[figure]:.3f}" if figure in values else "-" for figure in names]
             rows.append([name, f"{turns[name].median:,.1f}", f"{peaks[name] / 1e6:,.0f}", *cells])
         title = f"a labelled set of {images:,} descriptors of {dimensions} dimensions"
         caption = (
@@ -115,7 +117,7 @@ class EvaluationBenchmark(harness.Benchmark):
         table = harness.FiguresTable(
             title, f"{caption} Figures in %.", ("", "s", "MB", *names), rows
         )
-        times = {name: of.median for name, of in turns.items()}
+        times = {name: values.median for name, values in turns.items()}
         return harness.Report(figures, [table], [agreement(found), _speed(times)])
 
     def _gallery(self, gallery: int) -> harness.Report:
@@ -129,13 +131,15 @@ class EvaluationBenchmark(harness.Benchmark):
             # Only the images that some query names are the gallery: the others are right and junk
             # for none.
             named = parts[:LABELLED_IMAGES]
-            rest = None
+            distractors = None
             if gallery > LABELLED_IMAGES:
-                rest = open_parts(sorted(Path(folder).iterdir())[1:], self.dimensions)
+                distractors = open_parts(sorted(Path(folder).iterdir())[1:], self.dimensions)
             figures: dict[str, Any] = {}
 
             def evaluated() -> None:
-                found = evaluate_descriptors(queries, named, truth, OF_REVISITED, distractors=rest)
+                found = evaluate_descriptors(
+                    queries, named, truth, OF_REVISITED, distractors=distractors
+                )
                 figures.update(found.summary())
 
             started = time.perf_counter()
@@ -181,8 +185,8 @@ def _evaluations(descriptors: Tensor, labels: Tensor) -> dict[str, Callable[[], 
         return {}
 
     def distap() -> dict[str, float]:
-        found = evaluate(descriptors, labels)
-        return {name: found[name] for name in found if name not in ("queries", "left_out")}
+        figures = evaluate(descriptors, labels)
+        return {name: figures[name] for name in figures if name not in ("queries", "left_out")}
 
     evaluations: dict[str, Callable[[], dict[str, float]]] = {PRODUCT: product, "distap": distap}
     try:
@@ -198,8 +202,8 @@ def _evaluations(descriptors: Tensor, labels: Tensor) -> dict[str, Callable[[], 
         calculator = AccuracyCalculator(
             include=tuple(shared.values()), device=CPU, k="max_bin_count"
         )
-        found = calculator.get_accuracy(descriptors, labels)
-        return {name: float(found[theirs]) for name, theirs in shared.items()}
+        figures = calculator.get_accuracy(descriptors, labels)
+        return {name: float(figures[theirs]) for name, theirs in shared.items()}
 
     return {**evaluations, LIBRARY: library}
 
@@ -211,8 +215,8 @@ def labelled_set(images: int, dimensions: int) -> tuple[Tensor, Tensor]:
     labels = torch.arange(images).repeat_interleave(sizes)[:images]
     labels = labels[torch.randperm(images, generator=generator)]
     centres = normalize(torch.randn(int(labels.max()) + 1, dimensions, generator=generator))
-    own = normalize(torch.randn(images, dimensions, generator=generator))
-    return normalize((1 - NOISE) * centres[labels] + NOISE * own), labels
+    of_class = normalize(torch.randn(images, dimensions, generator=generator))
+    return normalize((1 - NOISE) * centres[labels] + NOISE * of_class), labels
 
 
 def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, Truth]:
@@ -237,30 +241,36 @@ def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tu
         of_junk.append(junk.tolist())
     for number, start in enumerate([0, *range(LABELLED_IMAGES, gallery, ROWS_OF_A_PART)]):
         size = LABELLED_IMAGES if start == 0 else min(ROWS_OF_A_PART, gallery - start)
-        own = normalize(torch.randn(size, dimensions, generator=generator))
+        rows_of_part = normalize(torch.randn(size, dimensions, generator=generator))
         if start == 0:
-            own = normalize(own + near)
-        np.save(folder / f"{number:04d}.npy", own.half().numpy())
+            rows_of_part = normalize(rows_of_part + near)
+        np.save(folder / f"{number:04d}.npy", rows_of_part.half().numpy())
     return queries, Truth(
         LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES
     )
 
 
-def agreement(found: dict[str, dict[str, float]]) -> str:
+def agreement(figures_of_contenders: dict[str, dict[str, float]]) -> str:
     """Say how far the figures that several ways computed are apart.
 
     They differ if similarities differ by less than float32 can tell, since the library ranks by
     distances.
     """
-    names = {name for figures in found.values() for name in figures}
-    values = [[figures[name] for figures in found.values() if name in figures] for name in names]
-    return f"Shared figures are at most {max(max(each) - min(each) for each in values):.0e} apart."
+    names = {name for figures in figures_of_contenders.values() for name in figures}
+    values = [
+        [figures[name] for figures in figures_of_contenders.values() if name in figures]
+        for name in names
+    ]
+    apart = max(max(of_contenders) - min(of_contenders) for of_contenders in values)
+    return f"Shared figures are at most {apart:.0e} apart."
 
 
 def _speed(seconds: dict[str, float]) -> str:
-    told = (
+    sentence = (
         f"distap takes {seconds['distap'] / seconds[PRODUCT]:.2f} of the time of one dense product."
     )
     if LIBRARY not in seconds:
-        return f"{told} {LIBRARY} is not installed: pip install 'distap[metric-learning]'."
-    return f"{told} It is {seconds[LIBRARY] / seconds['distap']:.2f} times as fast as {LIBRARY}."
+        return f"{sentence} {LIBRARY} is not installed: pip install 'distap[metric-learning]'."
+    return (
+        f"{sentence} It is {seconds[LIBRARY] / seconds['distap']:.2f} times as fast as {LIBRARY}."
+    )

@@ -39,6 +39,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError, suggestion
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -46,7 +47,8 @@ from distap.storage.locations import part_of
 from distap.telemetry.runlog import append_line
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
-from distap.training.build import describing_of, network_of, trained_network
+from distap.training.build import network_of, trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 Loop = DistapStep | FullBatch
@@ -150,43 +152,46 @@ class GainBenchmark(harness.Benchmark):
             if self.output.exists()
             else []
         )
-        for option, name, known in (
+        for option, name, names in (
             *(("--set", name, [*SIZES]) for name in self.set),
             *(("--contender", name, [INIT, *IN_LOOPS]) for name in self.contender),
         ):
-            if name not in known:
-                raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, known)}")
-        wrong = [one for one in (*self.variant, *self.recipe) if ": " not in one]
+            if name not in names:
+                raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, names)}")
+        wrong = [text for text in (*self.variant, *self.recipe) if ": " not in text]
         if wrong:
             raise DistapError(
                 f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for"
             )
-        about = dict.fromkeys(self.contender, "") | dict(
-            one.split(": ", 1) for one in (*self.variant, *self.recipe)
+        changes = dict.fromkeys(self.contender, "") | dict(
+            text.split(": ", 1) for text in (*self.variant, *self.recipe)
         )
         # In turns, since a shared machine slows down at times.
         turns = (
-            zip(*(self.trained(of, one, about[one], lines) for one in about), strict=True)
-            for of in self.set
+            zip(
+                *(self.trained(set_name, text, changes[text], lines) for text in changes),
+                strict=True,
+            )
+            for set_name in self.set
         )
         trainings = chain.from_iterable(chain.from_iterable(turns))
         for _ in track(
-            trainings, "trainings", len(self.set) * len(about) * (len(self.rate) + self.seeds)
+            trainings, "trainings", len(self.set) * len(changes) * (len(self.rate) + self.seeds)
         ):
             pass
-        rows = list(chain.from_iterable(self.rows(name, about, lines) for name in self.set))
+        rows = list(chain.from_iterable(self.rows(name, changes, lines) for name in self.set))
         title = f"{self.seconds:.0f} s of processor time"
         return harness.Report(rows, [harness.table_of(title, CAPTION, rows, SHOWN)])
 
-    def trained(self, name: str, contender: str, about: str, lines: list[Line]) -> Iterator[Line]:
+    def trained(self, name: str, contender: str, changes: str, lines: list[Line]) -> Iterator[Line]:
         """Yield the trainings of a contender on a set, some of them done before; first those that
         choose its rate.
         """
         place = placed(name)
-        judge = Judge(place, contender, about, self.seconds)
+        judge = Judge(place, contender, changes, self.seconds)
         for rate in self.rate if len(self.rate) > 1 else []:
             yield self.line(judge, name, rate, 0, True, lines)
-        best = self.best_rate(line for line in lines if self.is_of(line, name, contender, about))
+        best = self.best_rate(line for line in lines if self.is_of(line, name, contender, changes))
         for seed in range(self.seeds):
             yield self.line(judge, name, best, seed, False, lines)
 
@@ -201,8 +206,8 @@ class GainBenchmark(harness.Benchmark):
             else float(max(held_out, key=lambda line: line[JUDGED])["rate"])
         )
 
-    def is_of(self, line: Line, name: str, contender: str, about: str) -> bool:
-        asked = {"set": name, "contender": contender, "about": about, "seconds": self.seconds}
+    def is_of(self, line: Line, name: str, contender: str, changes: str) -> bool:
+        asked = {"set": name, "contender": contender, "about": changes, "seconds": self.seconds}
         is_asked = {**asked, "distap": __version__, "threads": self.threads}.items() <= line.items()
         return is_asked and line["rate"] in self.rate
 
@@ -223,9 +228,9 @@ class GainBenchmark(harness.Benchmark):
             "distap": __version__,
             "threads": self.threads,
         }
-        known = next((line for line in lines if job.items() <= line.items()), None)
-        if known is not None:
-            return known
+        done = next((line for line in lines if job.items() <= line.items()), None)
+        if done is not None:
+            return done
         lines.append({**job, **judge(rate, seed, held_out), "made": harness.machine()})
         append_line(self.output, lines[-1])
         return lines[-1]
@@ -236,21 +241,31 @@ class GainBenchmark(harness.Benchmark):
         """Yield a row for each contender on a set, and its difference to the best loop or the first
         contender.
         """
-        found: dict[str, list[Line]] = {}
-        for contender, about in contenders.items():
-            own = [line for line in lines if self.is_of(line, name, contender, about)]
-            best = self.best_rate(own)
-            found[contender] = [
-                line for line in own if not line["held_out"] and line["rate"] == best
+        lines_of: dict[str, list[Line]] = {}
+        for contender, changes in contenders.items():
+            contender_lines = [line for line in lines if self.is_of(line, name, contender, changes)]
+            best = self.best_rate(contender_lines)
+            lines_of[contender] = [
+                line for line in contender_lines if not line["held_out"] and line["rate"] == best
             ][: self.seeds]
-        loops = [contender for contender in found if contender in LOOPS] or [next(iter(found))]
-        best_loop = max(loops, key=lambda one: mean_of(found[one], JUDGED).mean)
-        for contender, own in found.items():
-            less = None if contender == best_loop else difference(own, found[best_loop])
-            row = {"set": name, "contender": contender, "rate": own[0]["rate"], "less": less}
-            row |= {figure: mean_of(own, figure) for figure in FIGURES}
+        loops = [contender for contender in lines_of if contender in LOOPS] or [
+            next(iter(lines_of))
+        ]
+        best_loop = max(loops, key=lambda loop_name: mean_of(lines_of[loop_name], JUDGED).mean)
+        for contender, contender_lines in lines_of.items():
+            less = (
+                None if contender == best_loop else difference(contender_lines, lines_of[best_loop])
+            )
+            row = {
+                "set": name,
+                "contender": contender,
+                "rate": contender_lines[0]["rate"],
+                "less": less,
+            }
+            row |= {figure: mean_of(contender_lines, figure) for figure in FIGURES}
             yield row | {
-                key: round(fmean(line[key] for line in own)) for key in ("updates", "spent")
+                key: round(fmean(line[key] for line in contender_lines))
+                for key in ("updates", "spent")
             }
 
 
@@ -262,9 +277,9 @@ class Judge:
             recipe's file; empty for init's own and for loops.
     """
 
-    def __init__(self, place: Path, contender: str, about: str, seconds: float) -> None:
+    def __init__(self, place: Path, contender: str, changes: str, seconds: float) -> None:
         self.contender = contender
-        self.about = about
+        self.about = changes
         self._seconds = seconds
         whole = str(place / "train")
         test = str(place / "test")
@@ -307,31 +322,31 @@ class Judge:
         if is_own:
             file = Path(self.about)
         else:
-            changes = [one.strip() for one in self.about.split(";") if one.strip()]
+            changes = [change.strip() for change in self.about.split(";") if change.strip()]
             file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
-        own = [
+        overrides = [
             f"data.train={train}",
             f"data.validation={test}",
             f"optimizer.learning_rate={rate}",
             f"seed={seed}",
         ]
-        own += [f"steps={steps}", f"run={folder}/run", "data.workers=0", "evaluation.every=0"]
+        overrides += [f"steps={steps}", f"run={folder}/run", "data.workers=0", "evaluation.every=0"]
         # 0.1 points of mAP off, in half of the time
-        own += ["evaluation.precision=bf16"] if gpus_here()[1] else []
-        own += [
+        overrides += ["evaluation.precision=bf16"] if gpus_here()[1] else []
+        overrides += [
             "checkpoint.every=1000000",
             *([] if is_own else [f"schedule={{name: linear, warmup: {steps // 10}}}"]),
         ]
-        return load_recipe(file, [*own, *changes])
+        return load_recipe(file, [*overrides, *changes])
 
 
 def placed(name: str) -> Path:
     """Draw a set and pack it, unless that is done; return the folder of its shards."""
     folder = Path("data", name)
-    for part in ("train", "test"):
-        if not (folder / "shards" / part / "index.npz").exists():
+    for part_of_set in ("train", "test"):
+        if not (folder / "shards" / part_of_set / "index.npz").exists():
             fetch_command(name, folder / "images")  # type: ignore[arg-type]
-            pack(folder / "images" / part, folder / "shards" / part)
+            pack(folder / "images" / part_of_set, folder / "shards" / part_of_set)
     return folder / "shards"
 
 
@@ -339,14 +354,14 @@ def mean_of(lines: Iterable[Line], figure: str) -> Interval:
     return interval([line[figure] for line in lines])
 
 
-def difference(lines: Iterable[Line], others: Iterable[Line]) -> Interval:
-    of_seed = {line["seed"]: line[JUDGED] for line in others}
+def difference(lines: Iterable[Line], other_lines: Iterable[Line]) -> Interval:
+    of_seed = {line["seed"]: line[JUDGED] for line in other_lines}
     return interval([line[JUDGED] - of_seed[line["seed"]] for line in lines])
 
 
 def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     """Train a recipe; return the network, the updates and the seconds of processor time."""
-    trainer = Trainer(recipe, World())
+    trainer = Trainer(prepare(recipe, World()), World())
     started = time.process_time()
     status = trainer.train()
     if status != FINISHED:  # it was asked to stop
@@ -416,10 +431,10 @@ class DrawnBatch(SeededBatch):
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:
     """mAP, mAP@R and R@1 on data.validation, 0 to 1."""
     assert recipe.data.validation is not None
-    found = (
+    figures = (
         open_set(recipe.data.validation)
         .describe(describing_of(recipe, network, World()))
         .evaluate()
         .figures
     )
-    return {name: found[name] for name in FIGURES}
+    return {name: figures[name] for name in FIGURES}

@@ -54,7 +54,8 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.ranking import compiling
 from distap.ranking.gather import gather
-from distap.ranking.loss import SizedLoss, build_loss
+from distap.ranking.loss import SizedLoss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
@@ -135,11 +136,11 @@ class GPUBenchmark(harness.Benchmark):
         for name in self.part or PARTS:
             started = time.perf_counter()
             try:
-                found = self._in_a_process(name)
-                whole.tables.extend(harness.FiguresTable(*table) for table in found["tables"])
+                figures = self._in_a_process(name)
+                whole.tables.extend(harness.FiguresTable(*table) for table in figures["tables"])
                 outcome = "done"
-                notes = found["notes"]
-                whole.figures[name] = found["figures"]
+                notes = figures["notes"]
+                whole.figures[name] = figures["figures"]
             except DistapError as error:
                 outcome = "failed"
                 notes = [str(error)]
@@ -199,8 +200,8 @@ class GPUBenchmark(harness.Benchmark):
             row = {"what": f"ap_q, {name}"}
             for title in ("float32", "bf16"):
                 with _tf32(False):
-                    found = _gradient(task, "ap_q", PRECISIONS[title][0], engine)
-                row[title] = relative_difference(found, wanted["ap_q"])
+                    gradient = _gradient(task, "ap_q", PRECISIONS[title][0], engine)
+                row[title] = relative_difference(gradient, wanted["ap_q"])
             rows.append(row)
         columns = "|".join(["what={what}", *(f"{title}={{{title}:.0e}}" for title in PRECISIONS)])
         caption = (
@@ -256,9 +257,12 @@ class GPUBenchmark(harness.Benchmark):
             centres = torch.randn(
                 batch // 8, DIMENSIONS, generator=torch.Generator().manual_seed(0)
             )
-            own = torch.randn(batch, DIMENSIONS, generator=torch.Generator().manual_seed(1))
+            random_descriptors = torch.randn(
+                batch, DIMENSIONS, generator=torch.Generator().manual_seed(1)
+            )
             descriptors = normalize(
-                normalize(centres).to(world.device)[labels] + normalize(own).to(world.device)
+                normalize(centres).to(world.device)[labels]
+                + normalize(random_descriptors).to(world.device)
             )
             gathered = gather(
                 descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch
@@ -275,7 +279,7 @@ class GPUBenchmark(harness.Benchmark):
                             candidate()
                     ways |= harness.take_turns(candidates, self.rounds, world)
             dense = ways.pop("dense").median
-            least = max(
+            lower_bound = max(
                 PRODUCTS * 2 * batch**2 * DIMENSIONS / rate, batch**2 * PAIR_BYTES / bandwidth
             )
             for way, turns in ways.items():
@@ -287,7 +291,7 @@ class GPUBenchmark(harness.Benchmark):
                             "ms": 1e3 * turns.median,
                             "dense_ms": 1e3 * dense,
                         },
-                        **{"x_dense": turns.median / dense, "x_least": turns.median / least},
+                        **{"x_dense": turns.median / dense, "x_least": turns.median / lower_bound},
                     }
                 )
         columns = (
@@ -319,14 +323,14 @@ class GPUBenchmark(harness.Benchmark):
             bf16=self.device == "cuda",
             only=STEPS,  # the loader is measured below, with as many workers as there are cores
         )
-        found = settings.on_rank(world)
-        of_step = settings.report_of(found)
+        row = settings.on_rank(world)
+        of_step = settings.report_of(row)
         rows, note = self._fed(settings, world)
         columns = "step={step}|s={seconds:.3f}|images/s={rate:,.0f}|x passes={x_passes:.3f}"
         title = f"{backbone}, {image_size} px, B = {batch:,}: fed with photographs"
         caption = "x passes: times the eager passes 2f + 1b, the medians."
         tables = [*of_step.tables, harness.table_of(title, caption, rows, columns)]
-        return harness.Report({"step": found, "more": rows}, tables, [*of_step.notes, note])
+        return harness.Report({"step": row, "more": rows}, tables, [*of_step.notes, note])
 
     def _fed(self, settings: StepBenchmark, world: World) -> tuple[list[harness.Row], str]:
         """The step with images that a loader reads, and how many cores must read."""
@@ -339,8 +343,8 @@ class GPUBenchmark(harness.Benchmark):
         for candidate in candidates.values():
             candidate()
         seconds = {
-            name: of.median
-            for name, of in harness.take_turns(candidates, self.rounds, world).items()
+            name: turn.median
+            for name, turn in harness.take_turns(candidates, self.rounds, world).items()
         }
         workers = max(len(os.sched_getaffinity(0)) - 1, 1)
         with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
@@ -381,15 +385,15 @@ class GPUBenchmark(harness.Benchmark):
         descriptors, labels = labelled_set(images, DIMENSIONS)
         generator = torch.Generator().manual_seed(0)
         rows_of = [(70 + number, 140 + number) for number in range(70)]
-        parts = ["Public" if number % 2 else "Private" for number in range(70)]
-        others = normalize(torch.randn(gallery, DIMENSIONS, generator=generator))
+        splits = ["Public" if number % 2 else "Private" for number in range(70)]
+        gallery_descriptors = normalize(torch.randn(gallery, DIMENSIONS, generator=generator))
         rows = []
         for device in dict.fromkeys((world.device, CPU)):
             own = descriptors.to(device)
             theirs = labels.to(device)
-            queries = others[:70].to(device)
-            on_device = others.to(device)
-            truth = Truth(gallery, rows_of, parts=parts, device=device)
+            queries = gallery_descriptors[:70].to(device)
+            on_device = gallery_descriptors.to(device)
+            truth = Truth(gallery, rows_of, parts=splits, device=device)
             actions: dict[str, Callable[[], object]] = {
                 f"all pairs of {images:,}": partial(
                     evaluate_descriptors, own, own, class_truth(theirs), LABELLED_FIGURES
@@ -400,14 +404,26 @@ class GPUBenchmark(harness.Benchmark):
             }
             gpus = _gpus_of_faiss(device)
             if gpus is not None:
-                search = partial(_nearest, gpus, others[:70].numpy(), others.numpy(), 100)
+                search = partial(
+                    _nearest,
+                    gpus,
+                    gallery_descriptors[:70].numpy(),
+                    gallery_descriptors.numpy(),
+                    100,
+                )
                 actions[f"Faiss: 100 of {gallery:,}, for 70"] = search
-            for what, action in actions.items():
+            for description, action in actions.items():
                 action()
                 turns = harness.take_turns(
-                    {what: action}, 1 if device is CPU else self.rounds, world
+                    {description: action}, 1 if device is CPU else self.rounds, world
                 )
-                rows.append({"what": what, "device": device.type, "seconds": turns[what].median})
+                rows.append(
+                    {
+                        "what": description,
+                        "device": device.type,
+                        "seconds": turns[description].median,
+                    }
+                )
         table = harness.table_of(
             "evaluation", "", rows, "what={what}|device={device}|s={seconds:.3f}"
         )

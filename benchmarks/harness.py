@@ -233,7 +233,9 @@ def take_turns(
 
 def median_ratio(left: Sequence[float], right: Sequence[float]) -> float:
     """Return the median over rounds of left / right."""
-    return statistics.median(one / other for one, other in zip(left, right, strict=True))
+    return statistics.median(
+        numerator / other for numerator, other in zip(left, right, strict=True)
+    )
 
 
 def synchronise(device: torch.device) -> None:

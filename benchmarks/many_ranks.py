@@ -46,7 +46,7 @@ def step_of(world: World, batch: int) -> dict[str, Any]:
         world.barrier()
         step()
     stages = {
-        name: statistics.median(one.get(name, 0.0) for one in step.seconds[1:])
+        name: statistics.median(stage_seconds.get(name, 0.0) for stage_seconds in step.seconds[1:])
         for name in step.seconds[-1]
     }
     return {"ranks": world.size, "stages": stages, "private_mb": private_bytes() / 1e6}
@@ -88,16 +88,19 @@ def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
         torch.float32
     )
     world = OneOfMany(0, ranks, rows=torch.cat([facts, descriptors], dim=1))
-    own = slice(0, None, ranks)
-    mine = descriptors[own].clone()
-    of_mine = labels[own].clone()
+    own_rows = slice(0, None, ranks)
+    own_descriptors = descriptors[own_rows].clone()
+    of_mine = labels[own_rows].clone()
     del descriptors, facts
 
     def rank() -> None:
         world.taken[0] = 0
         gathering = Gathering(world, batch)
         gathering.add(
-            mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool), torch.full_like(of_mine, -1)
+            own_descriptors,
+            of_mine,
+            torch.ones_like(of_mine, dtype=torch.bool),
+            torch.full_like(of_mine, -1),
         )
         rank_descriptors(QuantizedAP(), gathering.finish(), "sharded", BUDGET)
 
@@ -152,11 +155,11 @@ def store_of(ranks: int) -> dict[str, Any]:
     cases = []
     for number in range(1 + ROUNDS_OF_STORE):
         doing = {"activity": "gather", "seconds": 1.0, "waiting": ["all_gather"]}
-        said = json.dumps({"time": time.time(), "begun": {"": number}, **doing})
+        state = json.dumps({"time": time.time(), "begun": {"": number}, **doing})
 
-        def beat(said: str = said) -> None:
+        def beat(state: str = state) -> None:
             for key in keys:
-                store.set(key, said)
+                store.set(key, state)
                 store.check(["verdict"])
 
         rounds.append(_seconds(beat))

@@ -164,10 +164,10 @@ def collectives_of(action: Callable[[], object]) -> list[CollectiveCalls]:
             tensors = zip(event.shapes(), event.dtypes(), strict=True)
             size = sum(math.prod(shape) * ELEMENT_BYTES.get(dtype, 0) for shape, dtype in tensors)
             sizes.setdefault(event.name(), []).append(size)
-    found = [
+    collectives = [
         CollectiveCalls(name, len(calls), sum(calls), max(calls)) for name, calls in sizes.items()
     ]
-    return sorted(found, key=lambda collective: -collective.bytes)
+    return sorted(collectives, key=lambda collective: -collective.bytes)
 
 
 def gradient_of(step: Callable[[], object], optimizer: Optimizer | None) -> Tensor | None:

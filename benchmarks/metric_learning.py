@@ -70,8 +70,8 @@ class MetricLearning(DescriptorLoss, SizedLoss):
 
 def _package() -> ModuleType:
     try:
-        for part in ("losses", "miners"):
-            import_module(f"pytorch_metric_learning.{part}")
+        for module_name in ("losses", "miners"):
+            import_module(f"pytorch_metric_learning.{module_name}")
         return import_module("pytorch_metric_learning")
     except ImportError as error:
         raise DistapError(
@@ -90,9 +90,9 @@ def _instance(
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
         raise ValueError(f"pytorch-metric-learning has no {kind} {name!r}")
     try:
-        known = signature(made).parameters
+        parameters = signature(made).parameters
         return made(
-            **{key: size for key, size in sizes.items() if key in known and size is not None}
+            **{key: size for key, size in sizes.items() if key in parameters and size is not None}
             | {**options}
         )
     except TypeError as error:

@@ -79,13 +79,13 @@ class NetworkBenchmark(Benchmark):
         rows = []
         for row in figures:
             predicted = row["predicted"]["gather"] + row["predicted"]["reduce"]
-            for what, wire in (("measured", row["wire"]), ("predicted", predicted)):
-                seconds = row[what]
+            for method, wire in (("measured", row["wire"]), ("predicted", predicted)):
+                seconds = row[method]
                 total = sum(seconds.values())
                 waits = seconds["gather"] + seconds["reduce"]
                 cells = [
                     f"{8 * row['rate'] / 1e6:,.0f} Mb/s",
-                    what,
+                    method,
                     *(f"{seconds[stage]:.3f}" for stage in STAGES),
                 ]
                 rows.append([*cells, f"{total:.3f}", f"{waits / total:.0%}", f"{wire / total:.0%}"])
@@ -116,10 +116,12 @@ class NetworkBenchmark(Benchmark):
             step.stages.stopwatch.seconds.clear()
             world.barrier()
             step(batch, 0.0)
-            own = {stage: step.stages.stopwatch.seconds[stage] for stage in STAGES}
-            slowest.append({stage: world.maximum(spent) for stage, spent in own.items()})
+            stage_seconds = {stage: step.stages.stopwatch.seconds[stage] for stage in STAGES}
+            slowest.append({stage: world.maximum(spent) for stage, spent in stage_seconds.items()})
             # The rank that comes last to a collective waits for nothing but the wire.
-            waits.append(sum(-world.maximum(-own[stage]) for stage in ("gather", "reduce")))
+            waits.append(
+                sum(-world.maximum(-stage_seconds[stage]) for stage in ("gather", "reduce"))
+            )
         cost = StepCost(
             changed(trial.recipe, replay={"keep": self.keep}),
             self.batch,
@@ -198,8 +200,8 @@ def _on_hosts(hosts: list[_Host], benchmark: Benchmark) -> dict[str, Any]:
         for process in processes:
             process.kill()
     status = max(abs(process.returncode) for process in processes)
-    found: dict[str, Any] = worker_result(benchmark, output[0], status)
-    return found
+    result: dict[str, Any] = worker_result(benchmark, output[0], status)
+    return result
 
 
 def _refuse_without_tools() -> None:

@@ -72,8 +72,8 @@ class MetricLearningLoop(FullBatch):
     def __init__(self, task: Task, loss: str, miner: str | None = None) -> None:
         super().__init__(task)
         losses, miners = (
-            importlib.import_module(f"pytorch_metric_learning.{part}")
-            for part in ("losses", "miners")
+            importlib.import_module(f"pytorch_metric_learning.{module_name}")
+            for module_name in ("losses", "miners")
         )
         make = getattr(losses, loss)
         sizes = {"num_classes": task.batch.classes, "embedding_size": self.network.dimensions}
@@ -278,7 +278,10 @@ def lines_of(contender: Contender) -> int | None:
     written += (
         [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
     )
-    texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
+    texts = [
+        ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(written_object))))
+        for written_object in written
+    ]
     made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called
     return made + sum(len(text.splitlines()) - text.count('"""') // 2 for text in texts)
 

@@ -77,9 +77,9 @@ def pack(
             (),
             Path(os.path.commonpath([image.path.absolute().parent for image in listing])),
         )
-    parts = listing.by_part()
-    if len(parts) > 1:
+    listings = listing.by_part()
+    if len(listings) > 1:
         raise DistapError(
-            f"{output}: the list has several parts ({', '.join(parts)}); pack each by itself"
+            f"{output}: the list has several parts ({', '.join(listings)}); pack each by itself"
         )
     return pack_parts({"": listing}, output, *arguments, **layout)[0]

@@ -18,7 +18,8 @@ from benchmarks.materialised import materialised_bytes, materialised_loss, relea
 from benchmarks.measuring import flops_of, matrix_rate, peaks_of
 from distap.ranking.gather import gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Loss, build_loss
+from distap.ranking.loss import Loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
@@ -176,11 +177,13 @@ class RankingBenchmark(harness.Benchmark):
             torch.randperm(batch, generator=generator)
         ]
         centres = normalize(torch.randn(int(labels.max()) + 1, dimensions, generator=generator))
-        own = normalize(torch.randn(batch, dimensions, generator=generator))
-        mine = slice(world.rank, None, world.size)
-        descriptors = normalize((1 - NOISE) * centres[labels] + NOISE * own)[mine].to(world.device)
+        random_descriptors = normalize(torch.randn(batch, dimensions, generator=generator))
+        own_rows = slice(world.rank, None, world.size)
+        descriptors = normalize((1 - NOISE) * centres[labels] + NOISE * random_descriptors)[
+            own_rows
+        ].to(world.device)
         # Two super-classes, each of half the batch, for losses of graded relevance.
-        levels = torch.column_stack([labels, labels % 2])[mine].to(world.device)
+        levels = torch.column_stack([labels, labels % 2])[own_rows].to(world.device)
         return gather(descriptors, levels, torch.ones(len(levels), dtype=torch.bool), world, batch)
 
 
@@ -210,9 +213,10 @@ def _error(loss: Loss, gathered: Gathered, memory_bytes: int | None) -> float:
     wide = replace(gathered, gallery=normalize(gathered.gallery.double()))
     single = rank_descriptors(loss, gathered, "sharded", memory_bytes).gradient.double()
     double = rank_descriptors(loss, wide, "sharded", memory_bytes).gradient
-    own = wide.descriptors[gathered.own]
+    own_descriptors = wide.descriptors[gathered.own]
     projected = [
-        gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)
+        gradient - (gradient * own_descriptors).sum(1, keepdim=True) * own_descriptors
+        for gradient in (single, double)
     ]
     squares = torch.stack(
         [(projected[0] - projected[1]).square().sum(), projected[1].square().sum()]

@@ -16,6 +16,7 @@ from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.config.reading import load_recipe
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 CAPTION = (
@@ -69,16 +70,18 @@ class RecipeBenchmark(harness.Benchmark):
         )
 
     def on_rank(self, world: World) -> harness.Row:
-        with tempfile.TemporaryDirectory(prefix="distap-bench-") as own:
-            folder = Path(world.gather_values(own)[0])
+        with tempfile.TemporaryDirectory(prefix="distap-bench-") as temporary_folder:
+            folder = Path(world.gather_values(temporary_folder)[0])
             recipe = load_recipe(self.config, [*self._changes(), f"run={folder / 'run'}"])
-            Trainer(recipe, world).train()
+            Trainer(prepare(recipe, world), world).train()
             lines = [
                 json.loads(line) for line in (recipe.run / "metrics.jsonl").read_text().splitlines()
             ]
             world.barrier()  # before rank 0 removes its folder
         taken = [line["seconds"] for line in lines if "loss" in line][1:]
-        mean = {name: fmean(each.get(name, 0.0) for each in taken) for name in taken[0]}
+        mean = {
+            name: fmean(step_seconds.get(name, 0.0) for step_seconds in taken) for name in taken[0]
+        }
         mean["around"] = mean.pop("describe") + mean.pop("replay") - mean["network"]
         shares = {name: spent / mean["step"] for name, spent in mean.items()}
         row = {

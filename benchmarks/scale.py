@@ -141,8 +141,8 @@ class ScaleBenchmark(harness.Benchmark):
                         indexes.append(first | self._measured(folder, "later"))
                     batches += [self._measured(folder, name) for name in samplings]
         steps = [
-            harness.measure_on_ranks(self.model_copy(update={"row": "step"}), one, 1)
-            for one in self.ranks
+            harness.measure_on_ranks(self.model_copy(update={"row": "step"}), rank_count, 1)
+            for rank_count in self.ranks
         ]
         steps = [{**step, **dict.fromkeys(STAGES, 0.0), **step["stages"]} for step in steps]
         many = [

@@ -48,7 +48,7 @@ from distap.config.recipe import PrecisionName
 from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -134,8 +134,8 @@ class StepBenchmark(harness.Benchmark):
         return self
 
     def report(self) -> harness.Report | None:
-        found = harness.measure_on_ranks(self, self.world_size, self.threads)
-        return None if found is None else self.report_of(found)
+        row = harness.measure_on_ranks(self, self.world_size, self.threads)
+        return None if row is None else self.report_of(row)
 
     def on_rank(self, world: World) -> harness.Row:
         with ExitStack() as loaders:
@@ -171,7 +171,7 @@ class StepBenchmark(harness.Benchmark):
         rate = -world.maximum(-matrix_rate(world.device, DTYPES[precision])) * world.size
         figures = []
         for name, step in contenders.items():
-            own = step.seconds[: self.rounds] if isinstance(step, DistapStep) else []
+            stage_seconds = step.seconds[: self.rounds] if isinstance(step, DistapStep) else []
             result = step.result if isinstance(step, DistapStep) else None
             figures.append(
                 {
@@ -184,8 +184,10 @@ class StepBenchmark(harness.Benchmark):
                     "collectives": [calls._asdict() for calls in collectives[name]],
                     "error": errors[name],
                     "stages": {
-                        stage: statistics.fmean(each[stage] for each in own)
-                        for stage in (own or [{}])[0]
+                        stage: statistics.fmean(
+                            seconds_of_step[stage] for seconds_of_step in stage_seconds
+                        )
+                        for stage in (stage_seconds or [{}])[0]
                     },
                     "kept": result.kept if result else 0,
                     "left_out": self.batch - result.replayed - result.kept if result else 0,
@@ -193,12 +195,12 @@ class StepBenchmark(harness.Benchmark):
             )
         del contenders, step
         for batch in self.memory_batch:
-            others, _ = self._contenders(
+            other_contenders, _ = self._contenders(
                 self._task(batch, network, world, precision), graph, loaders
             )
-            for other in others.values():
+            for other in other_contenders.values():
                 other()  # the first step makes the optimiser's state
-            for name, peak in peaks_of(others, world).items():
+            for name, peak in peaks_of(other_contenders, world).items():
                 memory.setdefault(name, {})[batch] = peak
         batches = (self.batch, *self.memory_batch)
         memory["pixels of a rank"] = {
@@ -336,14 +338,14 @@ def contenders_with_savings(
         "in bf16, folded": (in_bf16, {"change": fold_batchnorm}),
         "in bf16, folded, kept": (in_bf16, {"change": fold_batchnorm, "keep": keep}),
     }
-    found = dict[str, Contender]()
+    contenders = dict[str, Contender]()
     omitted = dict[str, str]()
-    for name, (own, how) in settings.items():
+    for name, (own_settings, options) in settings.items():
         try:
-            found[name] = DistapStep(own, **how)
+            contenders[name] = DistapStep(own_settings, **options)
         except DistapError as error:
             omitted[name] = str(error)
-    return found, omitted
+    return contenders, omitted
 
 
 def graphs_kept(task: Task, graph: float) -> int:

@@ -18,6 +18,7 @@ from benchmarks.photos import jpeg, packed, photo
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 PACKAGE = f"{distap.__path__[0]}{os.sep}"
@@ -40,7 +41,7 @@ def traced_step(loss: str = "ap_q") -> dict[str, set[int]]:
     """
     lines: dict[str, set[int]] = defaultdict(set)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(_recipe(Path(folder), loss), World())
+        trainer = Trainer(prepare(_recipe(Path(folder), loss), World()), World())
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             file = frame.f_code.co_filename
@@ -86,7 +87,7 @@ class TraceBenchmark(Benchmark):
     loss: Annotated[str, Option(help="Loss to rank with, by name.")] = "ap_q"
 
     def report(self) -> Report:
-        lines = {file: len(found) for file, found in traced_step(self.loss).items()}
+        lines = {file: len(line_numbers) for file, line_numbers in traced_step(self.loss).items()}
         rows = [[file, str(lines[file])] for file in sorted(lines, key=lambda file: -lines[file])]
         rows.append([f"{len(lines)} files", str(sum(lines.values()))])
         return Report(

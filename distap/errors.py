@@ -29,31 +29,37 @@ FINISHED = 0
 FAILED = 1
 MISTAKE = 2
 RESTART = 75
-# of numbers that are not finite, and of a collapse
+# Why numbers are not finite, or all descriptors become alike.
 CAUSES = "too high a learning rate, or damaged weights"
-# mean squared distance of descriptors to their mean, below which they are all alike
+# Descriptors are all alike if their mean squared distance to their mean is below this.
 COLLAPSED = 1e-5
-# Epsilons of the descriptors' type up to which similarities tie: rounding parts equal ones, in each
-# tile otherwise.
+# Similarities tie if they differ by at most so many epsilons of the descriptors' type: equal ones
+# are rounded differently in each tile.
 TIE_WIDTH = 16
-LENGTH_TOLERANCE = 0.02  # of descriptors: bfloat16 rounds their length by up to 0.4%
+# Descriptors may differ from length 1 by this: bfloat16 rounds their length by up to 0.4%.
+LENGTH_TOLERANCE = 0.02
 # Expected values, by the beginning of the type of pydantic's error.
 WANTED = {
-    **{"int": "a whole number", "float": "a number", "bool": "true or false"},
-    **{"string_type": "text", "path": "a path"},
-    **dict.fromkeys(("tuple", "list"), "a list"),
-    **dict.fromkeys(("dict", "model", "dataclass"), "keys with values"),
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string_type": "text",
+    "path": "a path",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "keys with values",
+    "model": "keys with values",
+    "dataclass": "keys with values",
 }
-# What torch, oneDNN and the system say when memory ran out, for which the CPU has no class of
-# error.
+# The words of torch, oneDNN and the system when memory ran out: on a CPU the error has no class.
 NO_MEMORY = (
     "DefaultCPUAllocator",
     "could not create a primitive",
     "annot allocate memory",
     "memory ran out",
 )
-# Characters of an error and of a line of it, which may repeat what a file holds; a list of many
-# files has many lines.
+# Characters of a message, and of a line of it. A message may repeat the text of a file, or list
+# many files in as many lines.
 LONGEST_MESSAGE = 2**17
 LONGEST_LINE = 4000
 # A place on another machine; pathlib makes one slash of two.
@@ -78,25 +84,26 @@ def without_secrets(text: str) -> str:
 
 
 def holds_secret(text: str) -> bool:
-    """Tell whether a text names a place with a user, a password or a signature."""
+    """Return whether a text holds a URL with a user, a password or a signature."""
     return bool(_USER.search(text) or _SIGNED.search(text))
 
 
 class DistapError(Exception):
-    """A mistake that the user can mend: the text says what was wrong, where, what was expected and
-    what to do.
+    """A mistake that the user can mend.
 
-    The commands print it without a traceback and exit with `status`. Secrets in it are replaced,
-    and of a long text, such as one that repeats a file, the middle is left out.
+    The message says what was wrong, where, what was expected and what to do. `code` names the
+    problem for programs, such as `data.too_few_classes`: docs/reference/errors.md lists all codes.
+    The commands print both without a traceback and exit with `status`. Secrets in the message are
+    removed, and a very long text in it, such as that of a file, loses its middle.
     """
 
     status = MISTAKE
-    is_on_all_ranks = False  # so that one rank of a host tells it
+    is_on_all_ranks = False  # if so, only one rank of a host prints the error
 
     def __init__(self, code: str, message: object = None) -> None:
         if message is None:  # for as long as some places give no code
             code, message = "", code
-        super().__init__(code, _told(message))
+        super().__init__(code, _presentable(message))
         self.code = code
 
     def __str__(self) -> str:
@@ -104,8 +111,7 @@ class DistapError(Exception):
 
 
 class CollectiveError(DistapError):
-    """Raised when ranks can no longer work together: one is lost, hangs or never came, or the
-    network is broken.
+    """The ranks can no longer work together: one is lost or hangs, or the network is broken.
 
     Nobody made a mistake, so starting again may help.
     """
@@ -113,140 +119,143 @@ class CollectiveError(DistapError):
     status = FAILED
 
 
-def _told(part: object) -> object:
-    """Return a part of an error as it is told: without secrets, and not as long as the file that it
-    repeats.
-    """
-    if not isinstance(part, str):
-        return part
-    lines = without_secrets(_cut(part, LONGEST_MESSAGE)).split("\n")
+def _presentable(message: object) -> object:
+    """Return a message without secrets and without the middle of very long texts."""
+    if not isinstance(message, str):
+        return message
+    lines = without_secrets(_cut(message, LONGEST_MESSAGE)).split("\n")
     return "\n".join(_cut(line, LONGEST_LINE) for line in lines)
 
 
-def _cut(text: str, most: int) -> str:
-    """Leave the middle of a long text out: its end says what to do."""
-    if len(text) <= most:
+def _cut(text: str, length: int) -> str:
+    """Replace the middle of a text longer than `length`, since its end says what to do."""
+    if len(text) <= length:
         return text
-    return f"{text[: most // 2]} [{len(text) - most:,} characters] {text[-most // 2 :]}"
+    half = length // 2
+    return f"{text[:half]} [{len(text) - length:,} characters] {text[-half:]}"
 
 
 def memory_ran_out(error: BaseException) -> bool:
-    """Tell whether an error of Python, NumPy, torch, a GPU or the system says that memory ran
-    out."""
+    """Return whether Python, NumPy, torch, a GPU or the system raised this for lack of memory."""
     is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return is_named or any(text in str(error) for text in NO_MEMORY)
 
 
-def suggestion(word: str, known: Collection[str]) -> str:
-    """End a message about an unknown word: 'did you mean', or the known words."""
-    close = difflib.get_close_matches(word, known, n=1)
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error at the end of the chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def suggestion(word: str, words: Collection[str]) -> str:
+    """Return the end of a message about an unknown word: the closest of `words`, or all of them."""
+    close = difflib.get_close_matches(word, words, n=1)
     if close:
         return f"did you mean {close[0]}?"
-    return f"expected one of {', '.join(known)}" if known else "it has none"
+    return f"expected one of {', '.join(words)}" if words else "it has none"
 
 
 def problems_of(errors: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say in one line for each wrong value its keys, the value, and what pydantic expected.
+    """Return a line for each wrong value of pydantic's errors: its keys, it, what was expected.
 
-    Pydantic's errors about one value of a union type are joined: `size: 'a': must be a number or
-    'auto'`.
+    Errors about one value of a union type are joined: `size: 'a': must be a number or 'auto'`.
     """
-    found: dict[str, str] = {}
-    for told in map(_problem_of, errors):
-        start, _, wanted = told.partition(": must be ")
-        known = found.get(start, "")
-        found[start] = (
-            (known if wanted in known else f"{known} or {wanted}") if wanted and known else told
-        )
-    return [*found.values()]
+    problems: dict[str, str] = {}
+    for problem in map(_problem_of, errors):
+        value, _, expected = problem.partition(": must be ")
+        earlier = problems.get(value)
+        if not (expected and earlier):
+            problems[value] = problem
+        elif expected not in earlier:
+            problems[value] = f"{earlier} or {expected}"
+    return [*problems.values()]
 
 
 def _problem_of(error: Mapping[str, Any]) -> str:
-    where = ".".join(map(str, error["loc"]))
+    place = ".".join(map(str, error["loc"]))
     kind = error["type"]
+    value = error["input"]
     expected = str(error["msg"]).removeprefix("Value error, ")
-    if kind == "missing":
-        return f"{where}: missing; a value is needed"
-    if not where or "unexpected" in kind or kind == "unknown_key":
-        return f"{where}: {expected}".removeprefix(": ")
-    wanted = [wanted for start, wanted in WANTED.items() if kind.startswith(start)]
+    if kind.startswith("missing"):
+        return f"{place}: missing; a value is needed"
+    if not place or "unexpected" in kind or kind == "unknown_key":
+        return f"{place}: {expected}".removeprefix(": ")
+
+    wanted = [words for beginning, words in WANTED.items() if kind.startswith(beginning)]
     expected = f"must be {wanted[0]}" if wanted else expected.replace("Input should be", "must be")
-    if kind == "literal_error" and isinstance(error["input"], str):
-        close = difflib.get_close_matches(error["input"], expected.split("'")[1::2], n=1)
+    if kind == "literal_error" and isinstance(value, str):
+        close = difflib.get_close_matches(value, expected.split("'")[1::2], n=1)
         expected += f"; did you mean {close[0]}?" if close else ""
-    # For a whole section the message names the key; its value may be long, or secret.
-    is_told = isinstance(error["input"], str) and repr(error["input"]) in expected
-    value = "" if is_told or isinstance(error["input"], Mapping) else f"{error['input']!r}: "
-    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
+    expected = expected[:1].lower() + expected[1:]
+
+    # The keys are enough for a whole section: its value may be long, or secret.
+    is_quoted = isinstance(value, str) and repr(value) in expected
+    if is_quoted or isinstance(value, Mapping):
+        return f"{place}: {expected}"
+    return f"{place}: {value!r}: {expected}"
 
 
 def checked(function: F) -> F:
-    """Check the arguments of a public function by their annotations; a DistapError names each wrong
-    one.
+    """Check the arguments of a public function by their annotations.
+
+    A DistapError names each wrong argument.
     """
-    # here, since not every process checks arguments
+    # Imported here, since not every process checks arguments.
     from pydantic import ConfigDict, ValidationError, validate_call
 
     names = list(inspect.signature(function).parameters)
     validated = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
 
     @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return validated(*given, **named)
+            return validated(*arguments, **keywords)
         except ValidationError as error:
-            places = [item["loc"][0] for item in error.errors()]
-            keys = [names[at] if isinstance(at, int) else at for at in places]
-            wrong = [
-                {**item, "loc": (key,)} for item, key in zip(error.errors(), keys, strict=True)
-            ]
-            raise DistapError("; ".join(problems_of(wrong))) from error
-        except (
-            DistapError
-        ) as error:  # of an option that the function hands on, such as one of a loss
-            near = [
-                one
-                for key in named.keys() - set(names)
-                for one in difflib.get_close_matches(key, names, n=1)
-            ]
-            if not near:
-                raise
-            raise DistapError(
-                f"{error}; {function.__qualname__.split('.')[0]} itself has {near[0]}"
-            ) from error
+            # pydantic calls an argument without keyword by its position.
+            positions: dict[Any, str] = dict(enumerate(names))
+            problems = problems_of(
+                {**problem, "loc": [positions.get(key, key) for key in problem["loc"][:1]]}
+                for problem in error.errors()
+            )
+            raise DistapError("recipe.value", "; ".join(problems)) from error
+        except DistapError as error:
+            # The function hands unknown keywords on, to a loss for example, which rejects them.
+            # One may be a misspelt argument of the function itself.
+            for keyword in keywords.keys() - set(names):
+                for name in difflib.get_close_matches(keyword, names, n=1):
+                    owner = function.__qualname__.split(".")[0]
+                    raise DistapError(error.code, f"{error}; {owner} itself has {name}") from error
+            raise
 
     return cast(F, call)
 
 
 def tensor_given(value: Any, name: str) -> "Tensor":
-    """Convert to a tensor what a caller gave: a tensor, an array, numbers in lists, or a list of
-    tensors.
+    """Return a tensor of a caller's tensor, array, list of tensors or nested lists of numbers.
 
     Raises:
-        DistapError: it is none of these; messages call the argument `name`.
+        DistapError: it is none of these; the message calls the argument `name`.
     """
     import numpy as np  # here, so that recipes can be read without them
     import torch
 
     if isinstance(value, torch.Tensor):
         return value
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(one, torch.Tensor) for one in value)
-    ):
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if is_list and all(isinstance(item, torch.Tensor) for item in value):
         with suppress(RuntimeError):  # of different shapes
             return torch.stack(list(value))
     else:
         with suppress(TypeError, ValueError):
-            # a copy, since torch takes neither reversed nor read-only ones
+            # A copy, since torch takes neither reversed nor read-only arrays.
             return torch.from_numpy(np.array(value))
-    kind = f"a {type(value).__name__}"
-    if isinstance(value, list | tuple) and value:
+
+    kind = type(value).__name__
+    if is_list:
         kind += f" of {len(value)} {type(value[0]).__name__}"
-    number = (
-        "; number them first (numpy.unique(labels, return_inverse=True)[1])"
-        if name == "labels"
-        else ""
+    hint = "; number them first (numpy.unique(labels, return_inverse=True)[1])"
+    raise DistapError(
+        "data.not_numbers",
+        f"{name}: a {kind} makes no tensor of numbers{hint if name == 'labels' else ''}",
     )
-    raise DistapError(f"{name}: {kind} makes no tensor of numbers{number}")

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from distap.processes.agent import Place
 
 MASTER_PORT = 29500  # torchrun's default
+# Options of torchrun that the launcher takes, about this host's ranks and about hosts.
 OF_RANKS = {"nproc_per_node", "max_restarts", "training_script", "training_script_args"}
 OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank"}
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
-    """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit
-    status.
+    """Start this host's ranks with torchrun's `options`, such as --nnodes=2.
+
+    Wait for them, and return the exit status.
     """
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import set_up_run_logging
@@ -64,47 +66,71 @@ def launch(options: list[str], module: str, arguments: list[str], grace_seconds:
 
 
 def ranks_here(settings: Namespace) -> "Place":
-    """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are
-    impossible.
-    """
-    from torch.distributed import run as torchrun
+    """Return the ranks and hosts that torchrun's options describe.
 
-    from distap.data.shards.parallel import in_processes
+    Raises:
+        DistapError: the options are impossible, or not those of this launcher.
+    """
     from distap.processes.agent import Place
 
-    parser = _parser()
-    for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:  # which would be ignored
-        # which JobSet sets
-        is_in_environment = f"PET_{name.upper()}" in os.environ and name != "rdzv_id"
-        if is_in_environment or getattr(settings, name) != parser.get_default(name):
-            several = "; several hosts meet at --master-addr, each with its --node-rank"
-            hint = several if name.startswith(("rdzv", "local")) else ""
-            raise DistapError(
-                f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}"
-            )
-    option = f"--nproc-per-node {settings.nproc_per_node}"
-    try:
-        # In a fork, since the ranks are forks of this process, in which an opened GPU would not
-        # work.
-        [ranks] = in_processes(torchrun.determine_local_world_size, [settings.nproc_per_node], 1)
-    except ValueError as error:
-        raise DistapError(f"{option}: {error}") from error
-    if ranks < 1:
-        raise DistapError(f"{option}: expected one rank at least on this host")
-    least, _, most = settings.nnodes.partition(":")
-    hosts = int(least) if least.isdecimal() and most in ("", least) else 0
+    _refuse_other_options(settings)
+    ranks = _ranks_per_host(settings.nproc_per_node)
+    first, _, last = settings.nnodes.partition(":")
+    hosts = int(first) if first.isdecimal() and last in ("", first) else 0
     if hosts < 1:
-        raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts")
+        raise DistapError(
+            "command.wrong_hosts", f"--nnodes {settings.nnodes}: expected a number of hosts"
+        )
     if hosts == 1 or settings.standalone:
         return Place(ranks, 0, ranks)
     if settings.max_restarts:
         raise DistapError(
-            "--max-restarts: is for one host: several meet when their launchers are started again"
+            "command.unknown_option",
+            "--max-restarts: is for one host: several meet when their launchers are started again",
         )
     if not 0 <= settings.node_rank < hosts:
-        raise DistapError(f"--node-rank {settings.node_rank}: expected one of 0 to {hosts - 1}")
+        raise DistapError(
+            "command.wrong_hosts",
+            f"--node-rank {settings.node_rank}: expected one of 0 to {hosts - 1}",
+        )
     port = settings.master_port or MASTER_PORT
     return Place(ranks, settings.node_rank * ranks, hosts * ranks, settings.master_addr, port)
+
+
+def _refuse_other_options(settings: Namespace) -> None:
+    """Raise a DistapError for an option of torchrun that would be ignored."""
+    parser = _parser()
+    for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:
+        # JobSet sets PET_RDZV_ID, which does no harm.
+        is_in_environment = f"PET_{name.upper()}" in os.environ and name != "rdzv_id"
+        if is_in_environment or getattr(settings, name) != parser.get_default(name):
+            hint = ""
+            if name.startswith(("rdzv", "local")):
+                hint = "; several hosts meet at --master-addr, each with its --node-rank"
+            raise DistapError(
+                "command.unknown_option",
+                f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}",
+            )
+
+
+def _ranks_per_host(wanted: str) -> int:
+    """Return the number of ranks for the value of --nproc-per-node, such as `gpu`."""
+    from torch.distributed import run as torchrun
+
+    from distap.data.shards.parallel import in_processes
+
+    option = f"--nproc-per-node {wanted}"
+    try:
+        # In a fork, since the ranks are forks of this process, in which an opened GPU would not
+        # work.
+        [ranks] = in_processes(torchrun.determine_local_world_size, [wanted], 1)
+    except ValueError as error:
+        raise DistapError("command.wrong_ranks", f"{option}: {error}") from error
+    if ranks < 1:
+        raise DistapError(
+            "command.wrong_ranks", f"{option}: expected one rank at least on this host"
+        )
+    return int(ranks)
 
 
 def _parser() -> ArgumentParser:
@@ -118,8 +144,7 @@ def main() -> None:
     end_when_asked()
     # Everything heavy is imported late, so that signals are handled from the first moment on.
     settings = _parser().parse_args()
-    given = sys.argv[1:]
-    options = given[: len(given) - 1 - len(settings.training_script_args)]
+    options = sys.argv[1 : -1 - len(settings.training_script_args)]
     try:
         status = launch_training(
             options, Path(settings.training_script), settings.training_script_args

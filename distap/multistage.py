@@ -1,6 +1,4 @@
-"""The three stages for any training loop: `loss = multistage(images, labels)`, then
-`loss.backward()`.
-"""
+"""The three stages for any training loop: a loss of a batch, then `loss.backward()`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,21 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.errors import checked, logger, tensor_given
+from distap.errors import DistapError, checked, logger
 from distap.model.pooling import NAMED, pooled
 from distap.ranking.compiling import uncompiled
+from distap.ranking.inputs import Extra, Inputs, Numbers, agreement
 from distap.ranking.listwise import KnownGradient, RankingModule
-from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
+from distap.ranking.losses.building import AnyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
-from distap.ranking.rankable import (
-    extra_problem,
-    images_problem,
-    kind_of,
-    label_problem,
-    refuse_lengths,
-)
+from distap.ranking.rankable import refuse_lengths
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import (
@@ -50,13 +43,14 @@ from distap.stages.replica import (
     refuse_unusable,
     world_of,
 )
-from distap.stages.step import ThreeStages
+from distap.stages.step import Described, ThreeStages
 from distap.world import CPU, World, refuse_default_device
 
 
 class Multistage(RankingModule):
-    """The loss of a whole batch and its exact gradient, in the memory of one micro-batch (Revaud et
-    al. 2019).
+    """The loss of a whole batch and its exact gradient, in the memory of one micro-batch.
+
+    These are the three stages of Revaud et al. 2019:
 
         multistage = Multistage(network, loss="ap_q", micro_batch=16)
         loss = multistage(images, labels)  # describes without a graph, gathers, ranks
@@ -80,25 +74,26 @@ class Multistage(RankingModule):
 
     Args:
         network: takes images as the call gives them, with fewer rows, and returns descriptors (n,
-            C). loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) ->
-            scalar, such as a loss of
-            pytorch-metric-learning; see also `distap.loss`.
+            C).
+        loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar,
+            such as a loss of pytorch-metric-learning; see also `distap.loss`.
         micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep
-            graphs. normalise: scale descriptors to length 1. Without it, a listwise loss refuses
-            other lengths. freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever
-            mode the network is in. group: the ranks of a batch; None takes those of the wrapper, or
-            all. mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
-            memory: number of earlier descriptors to rank against as well; part of this module's
-            state. memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free
-            memory. max_drift: greatest tolerated difference between the two descriptors of an
-            image; None takes 1e-4, or 1e-3
-            on a GPU with TF32, or 0.1 under autocast.
+            graphs.
+        normalise: scale descriptors to length 1. Without it, a listwise loss refuses other lengths.
+        freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever mode the network is
+            in.
+        group: the ranks of a batch; None takes those of the wrapper, or all.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
+        memory: number of earlier descriptors to rank against as well; part of this module's state.
+        memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
+        max_drift: greatest tolerated difference between the two descriptors of an image; None takes
+            1e-4, or 1e-3 on a GPU with TF32, or 0.1 under autocast.
+        skip_below: do not replay images whose gradient is no longer than this times the longest.
+        reduce: sum gradients over the ranks here, for a network that nothing wraps.
         output: name or number of the descriptors in what the network returns, if it is a dict, a
             tuple, or a ModelOutput of transformers.
         pooling: cls, cls_mean, mean or max, if that is tokens (n, t, C) or maps (n, C, h, w). All
             tokens count for mean and max, the first one is that of the class.
-        skip_below: do not replay images whose gradient is no longer than this times the longest.
-        reduce: sum gradients over the ranks here, for a network that nothing wraps.
         options: options of the loss, or `preset`.
     Raises:
         DistapError: the loss, an option or the mode is unknown.
@@ -126,11 +121,9 @@ class Multistage(RankingModule):
     ) -> None:
         super().__init__(loss, group, mode, memory, memory_bytes, **options)
         self.network = network
-        self.sizes = (
-            micro_batch
-            if isinstance(micro_batch, MicroBatchSizes)
-            else MicroBatchSizes(micro_batch)
-        )
+        if not isinstance(micro_batch, MicroBatchSizes):
+            micro_batch = MicroBatchSizes(micro_batch)
+        self.sizes = micro_batch
         self.normalise = normalise
         self.freeze_batchnorm = freeze_batchnorm
         self.reduce = reduce
@@ -163,84 +156,39 @@ class Multistage(RankingModule):
                 ...); or an iterator of micro-batches, each (images, labels), or images alone next
                 to `labels`. They stay where they are, such as in the host's memory, and each
                 micro-batch is brought to the network's device.
-            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest. samples:
-                numbers by which the memory knows images again. extra: further tensors of the
-                images, (b, ...), such as descriptors of a teacher, by the names of the
-                parameters by which the loss takes them; see `distap.rank`.
+            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
+            samples: (b,) numbers by which the memory knows images again.
+            extra: further tensors of the images, (b, ...), such as descriptors of a teacher, by the
+                names of the parameters by which the loss takes them; see `distap.rank`.
         Raises:
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training
                 mode, or a batch that cannot be ranked.
         """
-        if not isinstance(self.network, DistributedDataParallel):
-            loss: Tensor = self._loss(self.network, images, labels, samples, extra)
-            return loss
-        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
-        # They come from KnownGradient, once, whatever the number of micro-batches.
         replicas = self.network
-        network = self.network.module
-        replicas.module = ReplacedForward(
-            network, lambda _: self._loss(network, images, labels, samples, extra)
-        )
+        if not isinstance(replicas, DistributedDataParallel):
+            return self._loss(replicas, self._batch(replicas, images, labels, samples, extra))
+        # All stages run inside a forward pass of DDP, which then awaits the gradients of its
+        # parameters. They come from KnownGradient, once, whatever the number of micro-batches.
+        network = replicas.module
+        batch = self._batch(network, images, labels, samples, extra)
+        replicas.module = ReplacedForward(network, lambda _: self._loss(network, batch))
         try:
             return replicas(torch.zeros(()))
         finally:
             replicas.module = network
 
     @uncompiled
-    def _loss(
-        self,
-        network: nn.Module,
-        images: Any,
-        labels: Tensor | ArrayLike | None,
-        samples: Sequence[int] | None,
-        extra: Mapping[str, Tensor | ArrayLike] | None,
-    ) -> Tensor:
-        batch, world, alike, seed, tensors = self._batch(network, images, labels, samples, extra)
+    def _loss(self, network: nn.Module, batch: GivenBatch) -> Tensor:
         named = network.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        forward = Outputs(network, world, self.normalise, self.output, self.pool)
-        is_wrapped = isinstance(self.network, DistributedDataParallel | FSDPModule)
-        sums = self.reduce and not is_wrapped and world.size > 1
-        # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given
-        # W times.
-        times = 1.0 if sums else float(world.size)
-        replica: FSDPReplica | CallersReplica
-        if isinstance(network, FSDPModule):
-            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._syncs)
-        else:
-            parameters = list(trained.values())
-            replica = CallersReplica(network, world, forward, trained=parameters, sums=sums)
         # Without `freeze_batchnorm` all BatchNorm layers are in evaluation mode already.
         with evaluating(network, _BatchNorm):
-            stages = ThreeStages(
-                replica,
-                self.loss,
-                world,
-                seed=seed,
-                sizes=self.sizes if alike else MicroBatchSizes(1),
-                mode=self.mode,
-                memory_bytes=self.memory_bytes,
-                # A loss on validation images must neither fill the training's memory nor be ranked
-                # against it.
-                memory=self.memory if self.training else CrossBatchMemory(0),
-                max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
-                skip_below=self.skip_below,
-                probed=network.training in self._probed,
-            )
+            replica, stages = self._stages(network, batch, list(trained.values()))
             described = stages.describe(batch)
         if torch.is_grad_enabled() and stages.probed:
             self._probed.add(network.training)
-        gathered = stages.gather(described, batch)
-        self.not_finite = described.lost
-        if self.not_finite:
-            told = (
-                "%d of this rank's %d descriptors are not finite, and their images left out, such"
-                " as rows %s"
-            )
-            logger.warning(
-                told, len(self.not_finite), len(described.descriptors), self.not_finite[:10]
-            )
-        gathered = gathered.with_extra(tensors)
+        gathered = stages.gather(described, batch).with_extra(batch.extra)
+        self._note_lost(described)
         if self.normalise or not isinstance(self.loss, DescriptorLoss):
             refuse_lengths(gathered)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
@@ -257,22 +205,68 @@ class Multistage(RankingModule):
                 # own.
                 if not isinstance(network, FSDPModule):
                     refuse_exchanged(network, trained)
+                # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient
+                # is given W times.
+                times = 1.0 if self._sums(batch.world) else float(batch.world.size)
                 scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
                 # Autograd runs a Function's backward without building a graph, but replay needs
                 # one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)
-            return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
+            by_parameters = [gradient * upstream for gradient in ranking.by_parameters]
+            return *replica.gradients, *by_parameters
 
         return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
+
+    def _sums(self, world: World) -> bool:
+        is_wrapped = isinstance(self.network, DistributedDataParallel | FSDPModule)
+        return self.reduce and not is_wrapped and world.size > 1
+
+    def _stages(
+        self, network: nn.Module, batch: GivenBatch, trained: list[Tensor]
+    ) -> tuple[FSDPReplica | CallersReplica, ThreeStages]:
+        world = batch.world
+        forward = Outputs(network, world, self.normalise, self.output, self.pool)
+        replica: FSDPReplica | CallersReplica
+        if isinstance(network, FSDPModule):
+            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._syncs)
+        else:
+            replica = CallersReplica(
+                network, world, forward, trained=trained, sums=self._sums(world)
+            )
+        return replica, ThreeStages(
+            replica,
+            self.loss,
+            world,
+            seed=batch.seed,
+            sizes=self.sizes if batch.is_alike else MicroBatchSizes(1),
+            mode=self.mode,
+            memory_bytes=self.memory_bytes,
+            # A loss on validation images must neither fill the training's memory nor be ranked
+            # against it.
+            memory=self.memory if self.training else CrossBatchMemory(0),
+            max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
+            skip_below=self.skip_below,
+            probed=network.training in self._probed,
+        )
+
+    def _note_lost(self, described: Described) -> None:
+        self.not_finite = described.lost
+        if self.not_finite:
+            logger.warning(
+                "%d of this rank's %d descriptors are not finite, and their images left out, such"
+                " as rows %s",
+                len(self.not_finite),
+                len(described.descriptors),
+                self.not_finite[:10],
+            )
 
     if TYPE_CHECKING:  # nn.Module's own takes and returns anything
         __call__ = forward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank: backward passes of losses computed inside do not reduce
-        them.
+        """Keep gradients on this rank: backward passes of losses made inside do not reduce them.
 
         The next backward pass of a loss computed outside reduces them together with its own. With
         `reduce=True` every backward pass sums its own gradients, inside as well: what lay in
@@ -293,49 +287,40 @@ class Multistage(RankingModule):
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
 
+    @uncompiled
     def _batch(
-        self, network: nn.Module, *given: Any
-    ) -> tuple[GivenBatch, World, bool, int, dict[str, Tensor]]:
-        """Check the images of all ranks and cut this rank's along rows.
-
-        Returns the batch, the ranks, whether all images have one size and type, a seed for all
-        ranks, and `extra`.
-        """
+        self,
+        network: nn.Module,
+        images: Any,
+        labels: Numbers | None,
+        samples: Sequence[int] | None,
+        extra: Extra | None,
+    ) -> GivenBatch:
+        """Check the images of all ranks, and cut this rank's along rows."""
         world = world_of(self.network, self.group)
-        images, labels, samples, extra = given
-        parts = list[Any]()
-        known = torch.empty(0)
-        others = dict[str, Tensor]()
-        problem: str | Exception
-        try:
+        with agreement(world) as view:
             refuse_default_device()
-            parts, known = cut_along_rows(images, labels)
-            refuse_graphs(parts)
-            problem = label_problem(known, sum(map(rows_of, parts))) or (
-                "" if len(known) else "no images were given"
-            )
-            numbers = None if samples is None else tensor_given(samples, "samples")
-            problem = problem or images_problem(numbers, known).replace("images", "samples", 1)
-            others |= {
-                name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()
-            }
-            problem = problem or extra_problem(others, len(known), self.loss.extras) or ""
+            pieces, labels = cut_along_rows(images, labels)
+            refuse_graphs(pieces)
+            inputs = Inputs(labels, samples, extra)
+            count = sum(map(rows_of, pieces))
+            inputs.check(count, self.loss)
+            if not count:
+                raise DistapError("data.no_images", "no images were given")
             refuse_unusable(network, self.freeze_batchnorm)
-        except (
-            Exception
-        ) as error:  # such as one of the caller's iterator: the other ranks must not wait
-            problem = error
-        mine = [
-            len(known) if known.ndim else 0,
-            are_alike(parts),
-            int(torch.randint(2**62, (), device=CPU)),
-        ]
-        lengths, alike, seeds = zip(
-            *world.agreed(problem, kind_of(known, others, self.loss), mine), strict=True
-        )
+            view.kind = inputs.kind(self.loss)
+            view.value = [count, are_alike(pieces), int(torch.randint(2**62, (), device=CPU))]
+        counts, are_all_alike, seeds = zip(*view.values, strict=True)
         self._calls += 1
         # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter
         # share is padded to the longest, and if one rank's images differ in size, all ranks
         # describe theirs one by one.
-        batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
-        return batch, world, all(alike), seeds[0], others
+        return GivenBatch(
+            pieces,
+            inputs,
+            share=max(counts),
+            world=world,
+            step=self._calls - 1,
+            seed=seeds[0],
+            is_alike=all(are_all_alike),
+        )

@@ -1,21 +1,17 @@
-"""Random numbers as functions of a key, so that they do not depend on ranks, workers or earlier
-draws.
-"""
+"""Random numbers as functions of a key, whatever the ranks, workers or earlier draws."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-# up to so many elements an order is drawn by sorting, evenly; the network is not even for very few
+# Orders of up to so many elements are drawn by sorting: the network is not even for very few.
 SORTED = 64
 FEISTEL_ROUNDS = 8
 
 
 def seed_for(*key: int) -> int:
-    """Return a 63-bit seed for a key such as (seed, step, slot), the same on every machine and
-    numpy version.
-    """
+    """Return a 63-bit seed for a key such as (seed, step, slot), the same on every machine."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -33,39 +29,44 @@ def shuffled(
     *key: int,
     of: Sequence[NDArray[np.int64]] = (),
 ) -> NDArray[np.int64]:
-    """Return (m, k) the elements at k places of m random orders of range(count), a pure function of
-    the key.
+    """Return the elements, (m, k), at k places of m random orders of range(count).
 
-    The cost is that of the places, however large the counts: a Feistel network permutes the numbers
-    below the next power of two, again and again until one is below the count (cycle walking; Black
-    and Rogaway 2002).
+    They are a pure function of the key. The cost is that of the places, however large the counts: a
+    Feistel network permutes the numbers below the next power of two, again and again until one is
+    below the count (cycle walking; Black and Rogaway 2002).
 
     Args:
         counts: (m,), 1 or more.
         places: (m, k), each from 0 to its count - 1.
         of: further parts of the key, each (m,).
     """
-    *words, own_word = np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS + 1, np.uint64)
-    own = np.full(len(counts), own_word)
+    *words, first_word = np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS + 1, np.uint64)
+    words_of_orders = np.full(len(counts), first_word)
     for part in of:
-        own = _mixed(own + part.astype(np.uint64))
+        words_of_orders = _mixed(words_of_orders + part.astype(np.uint64))
     values = np.empty_like(places)
-    few = counts <= SORTED
-    values[few] = np.take_along_axis(_sorted_orders(counts[few], own[few]), places[few], axis=1)
-    if not few.all():
-        limits, owns = (
-            np.broadcast_to(one[~few, None], places[~few].shape).ravel() for one in (counts, own)
-        )
-        values[~few] = _walked(limits, places[~few].ravel(), words, owns).reshape(
-            -1, places.shape[1]
-        )
+    is_short = counts <= SORTED
+    orders = _sorted_orders(counts[is_short], words_of_orders[is_short])
+    values[is_short] = np.take_along_axis(orders, places[is_short], axis=1)
+    is_long = ~is_short
+    if is_long.any():
+        k = places.shape[1]
+        values[is_long] = _walked(
+            counts[is_long].repeat(k),
+            places[is_long].ravel(),
+            words,
+            words_of_orders[is_long].repeat(k),
+        ).reshape(-1, k)
     return values
 
 
-def _sorted_orders(counts: NDArray[np.int64], own: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _sorted_orders(
+    counts: NDArray[np.int64], words_of_orders: NDArray[np.uint64]
+) -> NDArray[np.int64]:
     """Return (m, n) random orders of range(count), one per row, padded to the longest."""
     columns = np.arange(counts.max(initial=0))
-    ranks = _mixed(own[:, None] + columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    numbers = columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    ranks = _mixed(words_of_orders[:, None] + numbers)
     ranks[columns >= counts[:, None]] = np.iinfo(np.uint64).max
     return np.argsort(ranks, axis=1, kind="stable")
 
@@ -74,11 +75,9 @@ def _walked(
     counts: NDArray[np.int64],
     places: NDArray[np.int64],
     words: Sequence[np.uint64],
-    own: NDArray[np.uint64],
+    words_of_orders: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Return (n,) the permuted number of each place, walking the Feistel network until it is below
-    its count.
-    """
+    """Walk the Feistel network from each place, (n,), until the number is below its count."""
     limits = counts.astype(np.uint64)
     numbers = places.astype(np.uint64)
     # counts are far below 2^52, up to which this is exact
@@ -87,7 +86,7 @@ def _walked(
     high = bits >> np.uint64(1)
     left = np.arange(len(numbers))
     while len(left):
-        numbers[left] = _feistel(numbers[left], low[left], high[left], words, own[left])
+        numbers[left] = _feistel(numbers[left], low[left], high[left], words, words_of_orders[left])
         left = left[numbers[left] >= limits[left]]
     return numbers.astype(np.int64)
 
@@ -97,19 +96,16 @@ def _feistel(
     low: NDArray[np.uint64],
     high: NDArray[np.uint64],
     words: Sequence[np.uint64],
-    own: NDArray[np.uint64],
+    words_of_orders: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Permute numbers of low + high bits; `words` are the keys of rounds, `own` those of single
-    numbers.
-    """
-    one = np.uint64(1)
-    masks = (one << low) - one, (one << high) - one
+    """Permute numbers of low + high bits; `words` are keys of rounds, the others of numbers."""
+    unit = np.uint64(1)
+    masks = (unit << low) - unit, (unit << high) - unit
     halves = [numbers & masks[0], numbers >> low]
     for turn, word in enumerate(words):
         changed = turn % 2
-        halves[changed] = (
-            halves[changed] ^ _mixed(halves[1 - changed] + (word ^ own)) & masks[changed]
-        )
+        mixed = _mixed(halves[1 - changed] + (word ^ words_of_orders))
+        halves[changed] = halves[changed] ^ mixed & masks[changed]
     return halves[1] << low | halves[0]
 
 

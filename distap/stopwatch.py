@@ -28,11 +28,10 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
-        """Count the enclosed seconds for `name`; with `part_of_outer`, also for the enclosing
-        stage.
-        """
+        """Count the enclosed seconds for `name`; if `part_of_outer`, for the outer stage too."""
         if part_of_outer and self._device is not None and self._depth:
-            begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
+            begin = self._module.Event(enable_timing=True)
+            end = self._module.Event(enable_timing=True)
             begin.record(self._module.current_stream(self._device))
             try:
                 yield
@@ -40,7 +39,8 @@ class Stopwatch:
                 end.record(self._module.current_stream(self._device))
                 self._on_device.append((name, begin, end))
             return
-        outer_inside, self._inside = self._inside, 0.0
+        outer_inside = self._inside
+        self._inside = 0.0
         started = self._now()
         self._depth += 1
         try:

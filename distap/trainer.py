@@ -1,6 +1,6 @@
 """The order of a run: resume, evaluate, then for each step train, report, evaluate and save.
 
-`Trainer.train` reads from top to bottom; `distap.training` builds its parts, keeps its state and
+`Trainer.train` reads from top to bottom; `distap.training` prepares its parts, keeps its state and
 reports it.
 """
 
@@ -9,46 +9,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
+from distap.evaluation.describing import describing_of, describing_of_set
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
-from distap.model.backbone import RandomWeights
 from distap.processes.stopping import StopRequest
 from distap.stages.sizes import kept_graphs
-from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import (
-    describing_of,
-    describing_of_set,
-    images_of,
-    learner_of,
-    loss_of,
-    step_of,
-)
-from distap.training.run_report import RunReport
-from distap.training.run_state import Figures, RunState, is_begun, require_same, score_of
-from distap.training.schedule import Length
-from distap.training.start_checks import (
-    checked_data,
-    checked_network,
-    described_once,
-    whiten_projection,
-)
+from distap.training.announcement import announce
+from distap.training.prepared import Prepared, prepare
+from distap.training.run_state import Figures, score_of
 from distap.world import World, joined_world
 
 TRACES = "traces"
-MOST_DAMAGED_OF_BATCH = 0.25  # share of the images, such as those of a store that fails
-ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch says little
+# Share of the images of one batch that may be damaged. More are, for instance, if a store fails.
+MOST_DAMAGED_OF_BATCH = 0.25
+# Damaged images that never stop a training, since a share of a small first batch says little.
+ALWAYS_TOLERATED = 10
 
 
 @contextmanager
@@ -66,65 +51,24 @@ def trained(recipe: Recipe) -> Iterator[int]:
         Endpoint(rank).served(port, recipe.metrics.address) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
-        yield Trainer(recipe, world, endpoint).train()
+        yield Trainer(prepare(recipe, world, endpoint), world).train()
 
 
 class Trainer:
-    """The training of a recipe, seen from one rank; every rank makes a Trainer.
+    """The loop of a prepared training, seen from one rank; every rank makes a Trainer."""
 
-    Args:
-        endpoint: answers HTTP requests about this rank; a new one answers nothing until it is
-            served. only_check: build all parts, but learn nothing from the images.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        endpoint: Endpoint | None = None,
-        only_check: bool = False,
-    ) -> None:
-        self.recipe = recipe
+    def __init__(self, prepared: Prepared, world: World) -> None:
+        self.prepared = prepared
         self.world = world
-        self.endpoint = endpoint or Endpoint(world.rank)
-        self._began = time.perf_counter()
-        self.endpoint.watchdog = world.watchdog
-        require_same(recipe, world)
-        # The report comes first, so that metrics show a start that takes long or fails again and
-        # again.
-        self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
-        self.stopwatch = Stopwatch(world.device)
-        # Data: what a person may have got wrong is found by rank 0 alone, and told once.
-        self.images, self.sets = first_on_rank_0(
-            world, partial(checked_data, recipe, world, self.stopwatch)
-        )
-        world.agreed(None, [self.images.fingerprint[:12]], None, f"data in {recipe.data.train}")
-        self.length = first_on_rank_0(
-            world, partial(Length, recipe, self.images.index, self.images.size)
-        )
-        # Network and evaluations, before an engine takes its parameters apart.
-        self.is_begun = is_begun(recipe, world)
-        # A checkpoint replaces the weights that the run began with, which need not be there any
-        # more.
-        self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
-        if not only_check:
-            self.recipe = described_once(recipe, self.network, self.images, world, self.is_begun)
-        if self.recipe is not recipe:
-            recipe = self.recipe
-            self.images = images_of(self.recipe, world, self.stopwatch)
-        if not self.is_begun:
-            whiten_projection(recipe, self.network, world, only_check)
-        self.network.train()
-        for name in self.sets:  # raises for images that the network does not take, before it trains
-            describing_of_set(recipe, name, self.network, world)
-        self.learner = learner_of(recipe, self.network, world)
-        # Step: the three stages over this rank's replica, then one update.
-        loss = loss_of(recipe, self.images, self.network, world)
-        self.step = step_of(recipe, self.learner, loss, world, self.stopwatch)
-        self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
-        self.state = RunState(recipe, world, self.images, self.step)
-        # steps that have led to the present parameters, and to the newest checkpoint
-        self.done = self._saved = 0
+        self.recipe = prepared.recipe
+        self.report = prepared.report
+        self.images = prepared.images
+        self.network = prepared.network
+        self.step = prepared.step
+        self.learner = prepared.step.learner
+        self.state = prepared.state
+        self.done = 0  # steps that have led to the present parameters
+        self._saved = 0  # steps that have led to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 
     def train(self) -> int:
@@ -132,20 +76,25 @@ class Trainer:
 
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
+        prepared = self.prepared
+        steps = prepared.length.steps
         with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
             self.done = self._saved = self.state.resume()
-            if self.is_begun and self.done == 0:
+            if prepared.is_begun and self.done == 0:
                 raise DistapError(
+                    "checkpoint.removed",
                     f"{self.recipe.run}: its checkpoints were removed meanwhile; start the training"
-                    " again"
+                    " again",
                 )
-            owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
-            if self.done >= self.length.steps and not owes_evaluation:
-                logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
+            # The process before was asked to stop before this evaluation.
+            owes_evaluation = self.done > 0 and self._is_evaluation_due()
+            owes_evaluation = owes_evaluation and self.state.score is None
+            if self.done >= steps and not owes_evaluation:
+                logger.info("%s: all %d steps are done already", self.recipe.run, steps)
                 return FINISHED
-            self.report.begins(self.done, self.length, self.images, self.network, list(self.sets))
-            with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
-                at_start = self.recipe.evaluation.at_start and bool(self.sets)
+            announce(prepared, self.done, self.world.device, self.world.size)
+            with self.report.opened(self.done), self.report.endpoint.ready(lambda: stop.requested):
+                at_start = self.recipe.evaluation.at_start and bool(prepared.sets)
                 if owes_evaluation or (self.done == 0 and at_start):
                     figures = self.evaluate(stop)
                     if figures is None:
@@ -153,7 +102,6 @@ class Trainer:
                             "stopped before the evaluation after step %d was done", self.done
                         )
                         return RESTART
-                    # the process before was asked to stop before this evaluation
                     if owes_evaluation:
                         self._save_if_due(figures)
                 return self._train(stop)
@@ -162,51 +110,43 @@ class Trainer:
         first = self.done
         stopping = False
         tracing = False
-        steps = self.length.steps
+        length = self.prepared.length
         folder = self.recipe.run / TRACES
         for share in self._shares(stop):
-            # mining, an evaluation and a checkpoint do not count for the next step
+            # Mining, an evaluation and a checkpoint do not count for the next step.
             lap = time.perf_counter()
             origin.step = share.step + 1
-            self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
+            self.learner.held = ("backbone",) if share.step < length.head_only else ()
             with traced(folder, self.world.rank, share.step + 1) if tracing else nullcontext():
-                result = self.step(share, self.length.rate(share.step))
+                result = self.step(share, length.rate(share.step))
             self.done = share.step + 1
+
             stopping, tracing = self._agree_on_requests(
                 share, stop, images=(self.done - first) * self.images.size
             )
-            # Only a step shows what optimiser and activations take, and so what is left for kept
-            # graphs.
             if self.done == first + 1:
                 self._after_first_step(share)
-            self.report.step(self.done, share, result, self.stopwatch, time.perf_counter() - lap)
+            self.report.step(
+                self.done, share, result, self.images.stopwatch, time.perf_counter() - lap
+            )
             self._report_checkpoints()
-            self.not_finite = 0 if result.skipped is None else self.not_finite + 1
-            if result.skipped is not None:
-                self._tell_not_finite(result.skipped)
-            figures = None
-            # After a request to stop, an evaluation may take longer than the grace time: the next
-            # start owes it.
-            if self._owes_evaluation() and not stopping:
-                figures = self.evaluate(stop)
-                stopping = figures is None  # the evaluation is done after the restart
+            self._count_not_finite(result.skipped)
+
+            stopping = self._evaluate_and_save(stop, stopping)
             if stopping:
-                self._save()
                 break
-            self._save_if_due(figures)
         self._finish_checkpoint()
-        if self.done < steps or (stopping and self._owes_evaluation()):
-            kept = ", with a checkpoint" if self.done else ""
-            logger.warning("stopped after step %d of %d%s", self.done, steps, kept)
+
+        if self.done < length.steps or (stopping and self._is_evaluation_due()):
+            saved = ", with a checkpoint" if self.done else ""
+            logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
             return RESTART
-        logger.info("%s: all %d steps are done", self.recipe.run, steps)
+        logger.info("%s: all %d steps are done", self.recipe.run, length.steps)
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
-        """Yield this rank's shares of all steps that are left; every `sampling.every` steps, mine
-        first.
-        """
-        steps = self.length.steps
+        """Yield this rank's shares of the remaining steps; mine every `sampling.every` steps."""
+        steps = self.prepared.length.steps
         nearest = self.state.nearest
         every = steps if nearest is None else self.recipe.sampling.every
         while self.done < steps:
@@ -215,113 +155,143 @@ class Trainer:
                 self._average_statistics()
                 try:
                     with self.learner.replica.describing():
-                        how = describing_of(self.recipe, self.network, self.world)
-                        nearest.renew(replace(how, is_asked_to_stop=lambda: stop.requested))
+                        describing = describing_of(self.recipe, self.network, self.world)
+                        nearest.renew(replace(describing, is_asked_to_stop=lambda: stop.requested))
                 except BrokenOffError:  # it is mined after the restart
                     if self.done != self._saved:
                         self._save()
                     return
             # Up to the next multiple of `every`, also after a restart in between, which has its
             # checkpoint's table.
-            yield from self.images.shares(
-                range(self.done, min((self.done // every + 1) * every, steps)), steps
-            )
+            end = min((self.done // every + 1) * every, steps)
+            yield from self.images.shares(range(self.done, end), steps)
 
-    def _owes_evaluation(self) -> bool:
-        return bool(self.sets) and self.length.is_due(self.recipe.evaluation, self.done)
+    def _is_evaluation_due(self) -> bool:
+        prepared = self.prepared
+        return bool(prepared.sets) and prepared.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self, share: ShareOfBatch) -> None:
-        """Keep as many graphs as memory allows, if the recipe wants it; log the time since the
-        start.
-        """
+        """Choose how many graphs to keep, if that is `auto`, and log the time since the start."""
         replica = self.learner.replica
         count = len(share.present)
         if self.recipe.keep == "auto" and replica.keeps_graphs:
             sizes = self.step.stages.sizes
             images = share.images(slice(0, min(sizes.images, count))).to(self.world.device)
             sizes.keep = kept_graphs(replica, self.world, images, count)
-        logger.info(
-            "the first step was done after %.1f s of preparation", time.perf_counter() - self._began
-        )
+        seconds = time.perf_counter() - self.prepared.started
+        logger.info("the first step was done after %.1f s of preparation", seconds)
 
     def _agree_on_requests(
         self, share: ShareOfBatch, stop: StopRequest, images: int
     ) -> tuple[bool, bool]:
-        # One sum per step carries all that a rank may know alone: damaged images, a request to stop
-        # or to trace, a lost lease. So all ranks act after the same step, or raise together.
-        # Returns whether any was asked to stop, and whether any was asked to trace.
+        """Return whether any rank was asked to stop, and whether any was asked to trace.
+
+        One sum per step carries all that a rank may know alone: damaged images, a request to stop
+        or to trace, a lost lease. So all ranks act after the same step, or raise together.
+        """
         self.report.reading(self.done, share)
-        asked, stop.trace_asked = stop.trace_asked, False
-        mine = [len(share.failures), stop.requested, asked, self.state.lease.problem != ""]
-        damaged, stopping, tracing, lost = self.world.sum(
-            torch.tensor(mine, device=self.world.device)
-        ).tolist()
+        trace_asked = stop.trace_asked
+        stop.trace_asked = False
+        problem = self.state.lease.problem
+        counts = torch.tensor(
+            [len(share.failures), stop.requested, trace_asked, problem != ""],
+            device=self.world.device,
+        )
+        damaged, stopping, tracing, lost = self.world.sum(counts).tolist()
         if lost:
             raise DistapError(
-                self.state.lease.problem
-                or "another training has taken this run over; rank 0 says which one"
+                "run.taken_over",
+                problem or "another training has taken this run over; rank 0 says which one",
             )
         if damaged:
             self._count_damaged(damaged, images)
         return bool(stopping), bool(tracing)
 
     def _count_damaged(self, damaged: int, images: int) -> None:
+        """Add the damaged images of a step; raise a DistapError if there are too many."""
         self.report.skipped_images += damaged
         data = self.recipe.data
-        for key, count, of, limit in (
+        for key, count, total, limit in (
             ("data.max_damaged", self.report.skipped_images, images, data.max_damaged),
             ("one batch", damaged, self.images.size, MOST_DAMAGED_OF_BATCH),
         ):
-            if count > max(limit * of, ALWAYS_TOLERATED):
+            if count > max(limit * total, ALWAYS_TOLERATED):
                 raise DistapError(
-                    f"{data.train}: {count} of {of} images are damaged, more than {key} ({limit})"
-                    " allows; this rank met "
-                    + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
+                    "data.too_many_damaged",
+                    f"{data.train}: {count} of {total} images are damaged, more than {key}"
+                    f" ({limit}) allows; this rank met "
+                    + (", ".join(sorted(self.report.damaged)[:10]) or "none of them"),
                 )
 
-    def _tell_not_finite(self, what: str) -> None:
-        # One such step may be bad luck and is not applied; many in a row will not end by
-        # themselves.
+    def _count_not_finite(self, problem: str | None) -> None:
+        """Count a step that was not applied, since its descriptor, loss or gradient was not finite.
+
+        One such step may be bad luck; many in a row will not end by themselves.
+        """
+        if problem is None:
+            self.not_finite = 0
+            return
+        self.not_finite += 1
         logger.warning(
-            "step %d: the %s is not finite; the parameters stay as they are", self.done, what
+            "step %d: the %s is not finite; the parameters stay as they are", self.done, problem
         )
         if self.not_finite >= self.recipe.step.max_not_finite:
             raise DistapError(
-                f"step {self.done}: the {what} was not finite in {self.not_finite} steps in a row "
-                f"(step.max_not_finite). Usual causes: {CAUSES}"
+                "run.not_finite",
+                f"step {self.done}: the {problem} was not finite in {self.not_finite} steps in a"
+                f" row (step.max_not_finite). Usual causes: {CAUSES}",
             )
 
+    def _evaluate_and_save(self, stop: StopRequest, stopping: bool) -> bool:
+        """Evaluate and write a checkpoint if they are due; return whether the training stops here.
+
+        After a request to stop, an evaluation may take longer than the grace time: the next start
+        makes up for it.
+        """
+        figures = None
+        if self._is_evaluation_due() and not stopping:
+            figures = self.evaluate(stop)
+            stopping = figures is None
+        if stopping:
+            self._save()
+        else:
+            self._save_if_due(figures)
+        return stopping
+
     def evaluate(self, stop: StopRequest) -> Figures | None:
-        """Evaluate on all sets; return rank 0's figures on every rank, or None if a rank was asked
-        to stop.
+        """Evaluate on all sets.
+
+        Returns rank 0's figures on every rank, or None if a rank was asked to stop.
         """
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")
         self._average_statistics()
+        described = dict[str, DescribedSet]()
         try:
             with self.learner.averaged(), self.learner.replica.describing():
-                described = dict[str, DescribedSet]()
-                for name, images in self.sets.items():
-                    how = describing_of_set(self.recipe, name, self.network, self.world)
+                for name, images in self.prepared.sets.items():
+                    describing = describing_of_set(self.recipe, name, self.network, self.world)
                     described[name] = images.describe(
-                        replace(how, is_asked_to_stop=lambda: stop.requested)
+                        replace(describing, is_asked_to_stop=lambda: stop.requested)
                     )
         except BrokenOffError:
             return None
-        evaluated = {name: one.evaluate() for name, one in described.items()}
+        evaluated = {name: images.evaluate() for name, images in described.items()}
         # Which checkpoint is the best must not depend on the last bit of a sum, which may differ
         # between ranks.
         figures: Figures = self.world.gather_values(
-            {name: each.figures for name, each in evaluated.items()}
+            {name: evaluation.figures for name, evaluation in evaluated.items()}
         )[0]
         self.report.evaluation(self.done, evaluated, figures, time.perf_counter() - started)
         return figures
 
     def _save_if_due(self, figures: Figures | None) -> None:
-        if figures is not None:  # what counts as the best is written: the ranks must agree on that
+        is_best = False
+        if figures is not None:
+            # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
-        is_best = figures is not None and score_of(figures) > self.state.writer.best
-        if self.length.is_due(self.recipe.checkpoint, self.done) or is_best:
+            is_best = score_of(figures) > self.state.writer.best
+        if is_best or self.prepared.length.is_due(self.recipe.checkpoint, self.done):
             self._save(figures)
 
     def _save(self, figures: Figures | None = None) -> None:
@@ -340,13 +310,16 @@ class Trainer:
         self._report_checkpoints()
         if written is not None and written.error is not None:
             kind = UnreachableError if written.may_pass else DistapError
-            raise kind(f"{written.where}: the last checkpoint cannot be written: {written.error}")
+            raise kind(
+                "checkpoint.not_written",
+                f"{written.where}: the last checkpoint cannot be written: {written.error}",
+            )
 
     def _average_statistics(self) -> None:
         # With model.batchnorm `batch` each rank has seen other micro-batches, and would evaluate
         # another network.
-        for name, statistic in (
-            self.network.named_buffers() if self.network.batchnorm == "batch" else ()
-        ):
+        if self.network.batchnorm != "batch":
+            return
+        for name, statistic in self.network.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 self.world.sum(statistic).div_(self.world.size)

@@ -29,11 +29,11 @@ from distap.processes.forks import die_with_parent
 from distap.processes.meeting import join, warn_of_loopback
 from distap.processes.watchdog import Watchdog
 
-# The process group waits this much longer than the watchdog, which can say which rank is missing.
+# The process group waits this much longer than the watchdog, which can name the missing rank.
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
 DRIVER = Path("/proc/driver/nvidia/version")
-# of <malloc.h>
+# Numbers of mallopt's parameters in <malloc.h>.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
@@ -70,17 +70,16 @@ class World:
         return range(self.rank, total, self.size)
 
     def gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        """Return the (B, ...) rows of all ranks in slot order; each rank gives (b, ...) for its
-        slots of `total`.
-        """
+        """Gather (b, ...) rows of each rank's slots; return (B, ...) in slot order, B = `total`."""
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
         return self.start_gather(_padded(rows, self._share(total))).rows()[:total]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
-        """Start gathering rows, (n, ...) with the same n on every rank; do not change them until
-        they arrive.
+        """Start gathering rows, (n, ...) with the same n on every rank.
+
+        Do not change them until they arrive.
         """
         if self.size == 1:
             return Arrival(self, rows, rows)
@@ -96,13 +95,15 @@ class World:
             return [json.loads(text)]
         text = text.ljust(int(self.maximum(len(text))))
         row = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
-        return [json.loads(bytes(each)) for each in self.gather_rows(row, self.size).tolist()]
+        return [json.loads(bytes(line)) for line in self.gather_rows(row, self.size).tolist()]
 
     def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
-        """Send each rank the (b, ...) rows of its slots, from rank 0's (B, ...) `rows` in slot
-        order; `total` is B.
+        """Send each rank the (b, ...) rows of its slots, from rank 0's `rows`.
 
-        `like` is a tensor with the dtype, device and trailing shape of `rows`.
+        Args:
+            rows: (B, ...) in slot order; None on other ranks.
+            like: a tensor with the dtype, device and trailing shape of `rows`.
+            total: B.
         """
         if self.size == 1:
             assert rows is not None
@@ -116,9 +117,7 @@ class World:
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Sum the (B, ...) rows of all ranks, in slot order; return the (b, ...) rows of this
-        rank's slots.
-        """
+        """Sum (B, ...) rows over the ranks; return the (b, ...) sums of this rank's slots."""
         if self.size == 1:
             return rows
         share = self._share(len(rows))
@@ -141,47 +140,63 @@ class World:
 
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any value is not a number."""
-        # a device may have no numbers, as `meta` has none
-        place = self.device if self.size > 1 else "cpu"
-        worst = torch.tensor(value, dtype=torch.float64, device=place).nan_to_num(
-            math.inf, math.inf
-        )
-        self._together(dist.all_reduce, worst, op=dist.ReduceOp.MAX)
-        return float(worst)
+        # Alone on the CPU, since a device may have no numbers, as `meta` has none.
+        place = self.device if self.size > 1 else CPU
+        number = torch.tensor(value, dtype=torch.float64, device=place)
+        greatest = number.nan_to_num(math.inf, math.inf)
+        self._together(dist.all_reduce, greatest, op=dist.ReduceOp.MAX)
+        return float(greatest)
 
     def all_agree(self, holds: bool) -> bool:
         """Return, on every rank, whether the condition holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
     def agreed(
-        self, problem: str | Exception | None, kind: Sequence[str], own: Any, of: str = "inputs"
+        self,
+        problem: str | Exception | None,
+        kind: Sequence[str],
+        value: Any,
+        subject: str = "inputs",
     ) -> list[Any]:
-        """Return the value of each rank, `own` of this one.
+        """Return the `value` of each rank.
 
-        Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they see
-        differs.
+        Args:
+            problem: why this rank cannot go on; None if it can.
+            kind: texts about `subject` that must be the same on all ranks.
+        Raises:
+            DistapError: on all ranks, if one has a problem, or if their kinds differ.
         """
-        text = (
-            str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
+        is_text = isinstance(problem, str | DistapError | None)
+        text = str(problem or "") if is_text else repr(problem)
+        code = problem.code if isinstance(problem, DistapError) else "ranks.problem"
+        failures, kinds, values = zip(
+            *self.gather_values([text and [code, text], kind, value]), strict=True
         )
-        texts, kinds, values = zip(*self.gather_values([text, kind, own]), strict=True)
-        cause = problem if isinstance(problem, Exception) else None
-        if any(texts):
-            by_rank = [f"{self.called(rank)}: {each}" for rank, each in enumerate(texts) if each]
-            raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
-        for each in (each for each in zip(*kinds, strict=True) if len(set(each)) > 1):
-            by_rank = [f"{self.called(rank)} has {one}" for rank, one in enumerate(each)]
-            raise DistapError(f"the ranks see different {of}: {'; '.join(by_rank)}")
+        if any(failures):
+            code, text = next(filter(None, failures))
+            if failures.count([code, text]) < self.size:
+                text = "; ".join(
+                    f"{self.called(rank)}: {failure[1]}"
+                    for rank, failure in enumerate(failures)
+                    if failure
+                )
+            raise DistapError(code, text) from (problem if isinstance(problem, Exception) else None)
+        for by_rank in zip(*kinds, strict=True):
+            if len(set(by_rank)) > 1:
+                views = [f"{self.called(rank)} has {view}" for rank, view in enumerate(by_rank)]
+                raise DistapError(
+                    "ranks.differ", f"the ranks see different {subject}: {'; '.join(views)}"
+                )
         return list(values)
 
     def barrier(self) -> None:
         self._together(dist.barrier)
 
-    def _together(self, operation: Callable[..., object], *given: Any, **named: Any) -> None:
+    def _together(self, operation: Callable[..., object], *tensors: Any, **options: Any) -> None:
         """Call a collective of torch with all ranks; do nothing on a single one."""
         if self.size > 1:
             with self.collective(operation.__name__):
-                operation(*given, group=self.group, **named)
+                operation(*tensors, group=self.group, **options)
 
     def _share(self, total: int) -> int:
         """Return the greatest number of slots that any rank has."""
@@ -201,7 +216,7 @@ class Arrival:
     work: dist.Work | None = None
 
     def is_here(self) -> bool:
-        """Tell whether reading `rows` returns without waiting."""
+        """Return whether reading `rows` returns without waiting."""
         return self.work is None or self.work.is_completed()
 
     def rows(self) -> Tensor:
@@ -217,47 +232,35 @@ class Arrival:
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
-    """Join the ranks that torchrun's environment describes, inside this context; without torchrun,
-    be one rank.
+    """Join the ranks that torchrun's environment describes, inside this context.
 
-    All ranks have `timeout_seconds` to join, and for each collective. Each rank takes the device
-    that is `wanted`.
+    Without torchrun, be one rank alone.
 
+    Args:
+        timeout_seconds: time limit of joining, and of each collective.
+        wanted: the device, `cuda`, `cpu` or `auto`; see `device_of`.
     Raises:
         CollectiveError: a rank is missing or lost, or the network is broken, also while the caller
             uses the world. If a collective holds this rank's main thread, the process ends with
             status 1 instead.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    is_alone = names[0] not in os.environ
-    try:
-        rank, size, local_rank, _ = (
-            (0, 1, 0, 0) if is_alone else [int(os.environ[name]) for name in names]
-        )
-        _ = is_alone or os.environ["MASTER_ADDR"]  # which the meeting reads, as it does the port
-    except (KeyError, ValueError) as error:
-        raise DistapError(
-            f"RANK is set, but the environment of torchrun is incomplete: {error}"
-        ) from error
+    place = _place_of_torchrun()
+    rank, size, local_rank = place or (0, 1, 0)
     device = device_of(local_rank, wanted)
     if device.type == "cpu" and sys.platform == "linux":
-        # glibc would return the memory of every large tensor to the system, which fills it with
-        # zeros before the next tensor can have it: about 4% of a step that keeps its graphs.
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt:
-            for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
-                mallopt(name, value)
-    if is_alone:
+        _keep_freed_memory()
+    if place is None:
         yield World(device=device)
         return
+
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Two process groups connect every rank to every other one, and rank 0 serves the store besides.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS has a limit below the hard one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     party = join(rank, size, timeout_seconds)
     warn_of_loopback(party.members)
     watchdog = Watchdog(party, timeout_seconds)
@@ -272,7 +275,12 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
                 timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS),
             )
         yield World(
-            rank, size, local_rank, device, None, watchdog, tuple(one.host for one in party.members)
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            device=device,
+            watchdog=watchdog,
+            hosts=tuple(member.host for member in party.members),
         )
     except BaseException as error:
         problem = error
@@ -286,50 +294,84 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         watchdog.stop(problem)
 
 
+def _place_of_torchrun() -> tuple[int, int, int] | None:
+    """Return rank, number of ranks and local rank by the environment; None without torchrun."""
+    if "RANK" not in os.environ:
+        return None
+    try:
+        rank, size, local_rank, _ = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        )
+        # The meeting reads both the address and the port.
+        if "MASTER_ADDR" not in os.environ:
+            raise KeyError("MASTER_ADDR")
+    except (KeyError, ValueError) as error:
+        raise DistapError(
+            "ranks.no_environment",
+            f"RANK is set, but the environment of torchrun is incomplete: {error}",
+        ) from error
+    return rank, size, local_rank
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors.
+
+    It would return that of every large tensor to the system, which fills it with zeros before the
+    next tensor can have it: about 4% of a step that keeps its graphs.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
 def _padded(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
 
 
 def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
-    """Return the device of a rank by its local number; raise a DistapError if GPUs are too few.
+    """Return the device of a rank by its local number.
 
-    `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError
-    there.
+    `auto` takes a GPU if torch sees one, else the CPU.
+
+    Raises:
+        DistapError: there are too few GPUs; or none, and `cuda` is wanted.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise DistapError(f"device: cuda, but {without_gpu()}; mend that, or set device to cpu")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    sees_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not sees_gpu:
+        raise DistapError(
+            "ranks.no_gpu", f"device: cuda, but {without_gpu()}; mend that, or set device to cpu"
+        )
+    if wanted == "cpu" or not sees_gpu:
         # An untrained network is full of subnormal numbers, which slow a CPU's arithmetic down a
         # hundredfold.
         torch.set_flush_denormal(True)
         return CPU
-    if local_rank >= torch.cuda.device_count():
-        problem = (
-            f"local rank {local_rank} has no GPU of its own: this host has"
-            f" {torch.cuda.device_count()}"
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise DistapError(
+            "ranks.too_few_gpus",
+            f"local rank {local_rank} has no GPU of its own: this host has {gpus}; start that many"
+            " ranks per host at most",
         )
-        raise DistapError(f"{problem}; start that many ranks a host at most")
     return torch.device("cuda", local_rank)
 
 
 def refuse_default_device() -> None:
-    """Raise a DistapError if torch creates tensors elsewhere than on the CPU where a call names no
-    device.
-    """
+    """Raise a DistapError if torch's default device is not the CPU."""
     device = torch.get_default_device()
     if device.type != "cpu":
         raise DistapError(
+            "ranks.default_device",
             f"torch's default device is {device} here, but distap creates numbers of images and"
             " ranks on the CPU: enclose the call in `with torch.device('cpu')`, and move network"
-            " and images to their device by `to`"
+            " and images to their device by `to`",
         )
 
 
 def without_gpu() -> str:
-    """Say with which CUDA torch was built and which driver is here, for a message that torch sees
-    no GPU.
-    """
+    """Return the clause of a message why torch sees no GPU: its CUDA, and the driver here."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
-    driver = f"driver {found[0]}" if found else "no driver"
+    version = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
+    driver = f"driver {version[0]}" if version else "no driver"
     return f"torch {torch.__version__}, built {built}, sees no GPU on this host, which has {driver}"

@@ -21,6 +21,7 @@ from benchmarks.gain import INIT, JUDGED, difference, mean_of
 from benchmarks.study.grid import Grid
 from benchmarks.study.results import Results, read_results
 from benchmarks.study.results import markdown as table_of
+from docs.error_codes import AREAS, made_errors
 from docs.recipe_keys import recipe_keys
 
 
@@ -75,6 +76,29 @@ def statuses() -> Iterator[str]:
         elif cells:
             rows.append(cells)
     yield from (f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def error_codes() -> Iterator[str]:
+    """Tables of all error codes with their messages, one for each area."""
+    messages: dict[str, dict[str, None]] = {}
+    files: dict[str, dict[str, None]] = {}
+    for error in made_errors():
+        if error.code:
+            messages.setdefault(error.code, {})[plain(error.message)] = None
+            files.setdefault(error.code, {})[f"`{error.path}`"] = None
+    for area, meaning in AREAS.items():
+        codes = sorted(code for code in messages if code.partition(".")[0] == area)
+        if codes:
+            yield from ("", f"## {area}: {meaning}", "", "| code | messages | raised in |")
+            yield "|---|---|---|"
+        for code in codes:
+            yield f"| `{code}` | {'<br>'.join(messages[code])} | {'<br>'.join(files[code])} |"
+
+
+def plain(text: str) -> str:
+    """Text in a cell of a table in which no sign means anything to Markdown."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text)
 
 
 def commands() -> Iterator[str]:
@@ -161,6 +185,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "keys": keys,
     "metrics": metrics,
     "statuses": statuses,
+    "errors": error_codes,
     "commands": commands,
     "factors": factors,
     "removed": removed,

@@ -28,6 +28,10 @@ HEARD = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)
 # As every command does on a CPU.
 torch.set_flush_denormal(True)
 
+# Loops that one run compiled serve the next one, and all workers and ranks: a minute of two cores.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "distap-tests/inductor"))
+
 # CI tries the same cases every time; on other machines hypothesis goes on looking for new ones.
 settings.register_profile("ci", derandomize=True, max_examples=50)
 settings.register_profile("searching", max_examples=50)
@@ -70,7 +74,7 @@ def s3() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Libraries keep files in the user's cache folder; no test leaves anything in the real one."""
+    """Keep the files that libraries write to the user's cache folder out of the real one."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
         yield

@@ -17,7 +17,8 @@ from torch.nn.functional import normalize
 
 from distap.evaluation.given_descriptors import evaluate
 from distap.ranking.gather import gather
-from distap.ranking.loss import Budget, build_loss
+from distap.ranking.loss import Budget
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY

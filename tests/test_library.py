@@ -16,6 +16,7 @@ import distap
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 IMAGES = 24
@@ -39,7 +40,11 @@ def photos(tmp_path_factory):
 def run(tmp_path_factory, training_shards):
     folder = tmp_path_factory.mktemp("library") / "run"
     Trainer(
-        recipe(folder, training_shards, steps=2, model=MODEL, evaluation__dimensions=16), World()
+        prepare(
+            recipe(folder, training_shards, steps=2, model=MODEL, evaluation__dimensions=16),
+            World(),
+        ),
+        World(),
     ).train()
     return folder
 

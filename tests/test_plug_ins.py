@@ -12,6 +12,7 @@ from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 OURS = {
@@ -52,7 +53,7 @@ def train_two_steps(world, folder, shards):
     for way, names in (("class", by_class), ("line", by_line)):
         read = recipe(folder / way, shards, **settings(names, folder / f"{way}.jsonl"))
         assert load_recipe(read.model_dump(mode="json"), where="what a checkpoint keeps") == read
-        assert Trainer(read, world).train() == 0
+        assert Trainer(prepare(read, world), world).train() == 0
 
 
 def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_shards):
@@ -86,7 +87,7 @@ def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, 
     }
     file = written(tmp_path, training_shards, **parts, **evaluated)
     check_training(file, [], 2)
-    assert Trainer(load_recipe(file, []), World()).train() == 0
+    assert Trainer(prepare(load_recipe(file, []), World()), World()).train() == 0
     assert len(losses(tmp_path / "run")) == 2
 
 

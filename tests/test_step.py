@@ -260,7 +260,7 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     greedy = Greedy(small_network(), 99, graphs=3)
     step = step_on(World(), greedy, 4, keep=5)
     described = step.stages.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
-    assert (step.stages.sizes.keep, described.kept) == (2, {})
+    assert (step.stages.sizes.keep, described.graphs) == (2, {})
     greedy.graphs = 99
     assert_near(
         moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))[0],

@@ -18,6 +18,7 @@ from distap.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, parse_manifest
 from distap.errors import MISTAKE, DistapError
 from distap.storage.atomic import file_identity
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 CODE = """
@@ -45,7 +46,7 @@ def saved_run(folder, shards, **changes) -> Path:
         "evaluation": {"every": 0},
         "model": {"backbone": "test_resnet", "weights": "random", "pooling": GEM},
     }
-    Trainer(recipe(folder, shards, **settings | changes), World()).train()
+    Trainer(prepare(recipe(folder, shards, **settings | changes), World()), World()).train()
     return folder
 
 

@@ -152,7 +152,6 @@ def test_links_of_the_description_lead_to_files_of_this_version(installed):
 def test_the_library_and_the_commands_run_outside_the_repository(
     tmp_path, installed, training_shards
 ):
-    assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
     assert installed.run("distap", "--version", folder=tmp_path) == f"distap {installed.version}\n"
     assert "roadmap-sop" in installed.run("distap", "recipes", folder=tmp_path)
     (tmp_path / "recipe.yaml").write_text(

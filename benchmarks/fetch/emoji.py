@@ -108,8 +108,11 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         )
     names = shared_icons([set(vendor.drawings) for vendor in vendors])
     jobs = [
-        (vendor.drawings[name], size, output / part / name / f"{vendor.name}.png")
-        for part, classes in (("train", names[:TRAIN_CLASSES]), ("test", names[TRAIN_CLASSES:]))
+        (vendor.drawings[name], size, output / part_of_set / name / f"{vendor.name}.png")
+        for part_of_set, classes in (
+            ("train", names[:TRAIN_CLASSES]),
+            ("test", names[TRAIN_CLASSES:]),
+        )
         for name in classes
         for vendor in vendors
         if name in vendor.drawings
@@ -154,8 +157,8 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
             files = [
                 tar.extractfile(f"package/{name}.json") for name in ("package", "icons", "info")
             ]
-            about, package, info = (dict(json.load(file)) for file in files if file)
-        found = about["version"]
+            manifest, package, info = (dict(json.load(file)) for file in files if file)
+        found = manifest["version"]
     except (KeyError, ValueError) as error:
         raise DistapError(f"{archive.name} is not an icon package of iconify: {error}") from error
     if found != version:
@@ -179,14 +182,14 @@ def read_levels(tree: Path, vendors: Iterable[Path]) -> dict[str, tuple[str, str
         files = [tar.extractfile(f"package/{name}.json") for name in ("en/data", "meta/groups")]
         listed, meta = (json.load(file) for file in files if file)
     of_characters = {
-        plain(one["hexcode"]): (
-            meta["subgroups"][str(one["subgroup"])],
-            meta["groups"][str(one["group"])],
+        plain(entry["hexcode"]): (
+            meta["subgroups"][str(entry["subgroup"])],
+            meta["groups"][str(entry["group"])],
         )
-        for one in listed
-        if "subgroup" in one
+        for entry in listed
+        if "subgroup" in entry
     }
-    found: dict[str, tuple[str, str]] = {}
+    levels: dict[str, tuple[str, str]] = {}
     for archive in vendors:
         with tarfile.open(archive) as tar:
             if "package/chars.json" in tar.getnames() and (
@@ -194,15 +197,15 @@ def read_levels(tree: Path, vendors: Iterable[Path]) -> dict[str, tuple[str, str
             ):
                 for characters, name in json.load(file).items():
                     if plain(characters) in of_characters:
-                        found.setdefault(name, of_characters[plain(characters)])
-    return found
+                        levels.setdefault(name, of_characters[plain(characters)])
+    return levels
 
 
 def plain(characters: str) -> str:
     """Return hexadecimal characters without those that choose a picture, which not every vendor
     writes.
     """
-    return "-".join(one for one in characters.lower().split("-") if one != "fe0f")
+    return "-".join(code for code in characters.lower().split("-") if code != "fe0f")
 
 
 def draw(job: tuple[str, int, Path]) -> None:

@@ -138,9 +138,9 @@ def fetch_glyphs(output: Path, size: int = 64, track: Track = untracked) -> dict
     each image's class, its block within its script (level1) and its script (level2). Returns the
     contents of output/glyphs.json, with versions, licences and counts.
     """
-    found = finished(output / COMPLETE, size)
-    if found:
-        return found
+    record = finished(output / COMPLETE, size)
+    if record:
+        return record
     with tempfile.TemporaryDirectory() as folder:
         fonts = listed_fonts()
         packages = [UNICODE, *(f"{font.package}@{font.version}" for font in fonts)]
@@ -166,22 +166,22 @@ def draw_set(
     surveys = dict(
         zip([t.font.name for t in tasks], _each(survey, tasks, "comparing", track), strict=True)
     )
-    parts = choose({name: found.digests for name, found in surveys.items()})
+    classes_of_parts = choose({name: font_survey.digests for name, font_survey in surveys.items()})
     pixels = hashlib.sha256()
-    for part, classes in parts.items():
+    for part_of_set, classes in classes_of_parts.items():
         for character, names in classes.items():
             for task in tasks:
                 if task.font.name in names:
                     task.images[character] = (
-                        output / part / f"U+{ord(character):04X}" / f"{task.font.name}.png"
+                        output / part_of_set / f"U+{ord(character):04X}" / f"{task.font.name}.png"
                     )
                     pixels.update(surveys[task.font.name].digests[character].encode())
     _each(draw_missing, tasks, "drawing", track)
-    levels = read_levels(properties, chain(*parts.values()))
+    levels = read_levels(properties, chain(*classes_of_parts.values()))
     write_lists(output, chain(*(task.images.values() for task in tasks)), levels)
     record = {
         "size": size,
-        "classes": {part: len(classes) for part, classes in parts.items()},
+        "classes": {part_of_set: len(classes) for part_of_set, classes in classes_of_parts.items()},
         "images": sum(len(task.images) for task in tasks),
         # one set's differ from another's if they were drawn by other versions
         "pixels": pixels.hexdigest(),
@@ -212,13 +212,14 @@ def read_levels(properties: Path, characters: Iterable[str]) -> dict[str, tuple[
     """
     # JavaScript's expressions match units of UTF-16.
     units = {
-        one: "".join(map(chr, memoryview(one.encode("utf-16-le")).cast("H"))) for one in characters
+        character: "".join(map(chr, memoryview(character.encode("utf-16-le")).cast("H")))
+        for character in characters
     }
-    found: dict[str, dict[str, str]] = {"Script": {}, "Block": {}}
+    names: dict[str, dict[str, str]] = {"Script": {}, "Block": {}}
     with tarfile.open(properties) as tar:
         for member in tar:
             _, kind, name, file = (*member.name.split("/"), "", "", "")[:4]
-            if kind in found and file == "regex.mjs" and (source := tar.extractfile(member)):
+            if kind in names and file == "regex.mjs" and (source := tar.extractfile(member)):
                 text = (
                     source.read()
                     .decode()
@@ -227,9 +228,14 @@ def read_levels(properties: Path, characters: Iterable[str]) -> dict[str, tuple[
                     .removesuffix("/;")
                 )
                 matching = re.compile(text).fullmatch
-                found[kind] |= {one: name for one, of_one in units.items() if matching(of_one)}
-    scripts, blocks = found.values()
-    return {f"U+{ord(one):04X}": (f"{scripts[one]}/{blocks[one]}", scripts[one]) for one in units}
+                names[kind] |= {
+                    character: name for character, of_one in units.items() if matching(of_one)
+                }
+    scripts, blocks = names.values()
+    return {
+        f"U+{ord(character):04X}": (f"{scripts[character]}/{blocks[character]}", scripts[character])
+        for character in units
+    }
 
 
 def choose(surveys: dict[str, dict[str, str]]) -> dict[str, dict[str, list[str]]]:
@@ -269,8 +275,8 @@ def choose(surveys: dict[str, dict[str, str]]) -> dict[str, dict[str, list[str]]
         ]
     half = (len(enough) + 1) // 2
     return {
-        part: {c: classes[c] for c in sorted(of)}
-        for part, of in (("train", enough[:half]), ("test", enough[half:]))
+        part_of_set: {c: classes[c] for c in sorted(characters_of_part)}
+        for part_of_set, characters_of_part in (("train", enough[:half]), ("test", enough[half:]))
     }
 
 
@@ -286,9 +292,9 @@ def survey(task: Task) -> Survey:
             drawing = glyph(font, character, task.size)
             if drawing is not None and drawing != absent:
                 digests[character] = hashlib.sha256(drawing.tobytes()).hexdigest()
-    found = Survey(json.loads(files["package.json"])["license"], digests)
-    write_whole(task.survey, json.dumps(found))
-    return found
+    font_survey = Survey(json.loads(files["package.json"])["license"], digests)
+    write_whole(task.survey, json.dumps(font_survey))
+    return font_survey
 
 
 def draw_missing(task: Task) -> None:
@@ -348,8 +354,8 @@ def wanted_characters(ranges: str) -> Iterator[str]:
     """Give the characters of ranges such as "U+41-5a,U+e9" that may be classes, which are their own
     NFKC form.
     """
-    for part in ranges.split(","):
-        first, _, last = part.strip().removeprefix("U+").partition("-")
+    for range_of_codes in ranges.split(","):
+        first, _, last = range_of_codes.strip().removeprefix("U+").partition("-")
         for code in range(int(first, 16), int(last or first, 16) + 1):
             kind = unicode.category(chr(code))
             if (
@@ -384,6 +390,6 @@ def _hashed(text: str) -> bytes:
 
 
 def _each(
-    function: Callable[[Task], Result], tasks: list[Task], about: str, track: Track
+    function: Callable[[Task], Result], tasks: list[Task], description: str, track: Track
 ) -> list[Result]:
-    return map_in_processes(function, tasks, usable_cores(), about, track)
+    return map_in_processes(function, tasks, usable_cores(), description, track)

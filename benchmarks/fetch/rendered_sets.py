@@ -26,19 +26,19 @@ def finished(record: Path, size: int) -> dict[str, Any] | None:
     """
     if not record.exists():
         return None
-    found: dict[str, Any] = json.loads(record.read_text())
-    if found["size"] != size:
-        problem = f"holds the {record.stem} set at {found['size']} px, not {size}"
+    entry: dict[str, Any] = json.loads(record.read_text())
+    if entry["size"] != size:
+        problem = f"holds the {record.stem} set at {entry['size']} px, not {size}"
         raise DistapError(f"{record.parent} {problem}: choose another folder")
-    return found
+    return entry
 
 
-def finish(record: Path, found: dict[str, Any]) -> dict[str, Any]:
+def finish(record: Path, entry: dict[str, Any]) -> dict[str, Any]:
     """Bring every image to the disk, then write the record; returns it."""
     if hasattr(os, "sync"):
         os.sync()  # once, not for each image: a set has a hundred thousand
-    write_whole(record, json.dumps(found, indent=2) + "\n")
-    return found
+    write_whole(record, json.dumps(entry, indent=2) + "\n")
+    return entry
 
 
 def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[Path]:
@@ -75,10 +75,10 @@ def require_sha512(archive: Path, expected: str) -> None:
     """Refuse an archive whose SHA-512 in base64, npm's integrity, is another than that of our
     release.
     """
-    found = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-    if found != expected:
+    digest = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    if digest != expected:
         raise DistapError(
-            f"{archive.name} is not the archive that this distap knows: its SHA-512 is {found}"
+            f"{archive.name} is not the archive that this distap knows: its SHA-512 is {digest}"
         )
 
 
@@ -89,9 +89,11 @@ def write_lists(
     classes each.
     """
     paths = sorted(path.relative_to(output) for path in images)
-    for part in ("train", "test"):
-        named = ((path.as_posix(), path.parent.name) for path in paths if path.parts[0] == part)
-        with (output / f"{part}.csv").open("w", newline="") as file:
+    for part_of_set in ("train", "test"):
+        named = (
+            (path.as_posix(), path.parent.name) for path in paths if path.parts[0] == part_of_set
+        )
+        with (output / f"{part_of_set}.csv").open("w", newline="") as file:
             rows = ((path, name, *levels.get(name, ("", ""))) for path, name in named)
             csv.writer(file).writerows([("path", "label", "level1", "level2"), *rows])
 

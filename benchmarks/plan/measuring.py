@@ -75,19 +75,22 @@ class Trial:
         turns."""
         taken: list[list[dict[str, float]]] = [[] for _ in steps]
         for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
-            for (step, batch), each in zip(steps, taken, strict=True):
+            for (step, batch), step_seconds in zip(steps, taken, strict=True):
                 self._world.barrier()
                 step.stages.stopwatch.seconds.clear()
                 step(batch, 0.0)
-                each.append(
+                step_seconds.append(
                     {
                         stage: self._world.maximum(step.stages.stopwatch.seconds[stage])
                         for stage in STAGES
                     }
                 )
         return [
-            {stage: statistics.median(one[stage] for one in each[1:]) for stage in STAGES}
-            for each in taken
+            {
+                stage: statistics.median(stage_seconds[stage] for stage_seconds in step_seconds[1:])
+                for stage in STAGES
+            }
+            for step_seconds in taken
         ]
 
     def machine(self, rounds: int, link: float, gpus_a_host: int) -> Machine:
@@ -98,12 +101,14 @@ class Trial:
         keep = KEPT * self.learner.replica.keeps_graphs
         ranks = self._world.size
         images = MICRO_BATCHES * int(self.recipe.replay.size)  # of a rank
-        plain, kept = self.seconds(
+        plain, with_graphs = self.seconds(
             [self.step(max(4, images * ranks), n) for n in (0, keep)], rounds
         )
         forward = with_graph = plain["describe"] / images
         if keep:
-            with_graph += (kept["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)
+            with_graph += (
+                (with_graphs["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)
+            )
         inside = between = NetworkLink(link * LINK_SHARE, HOST_MESSAGE_SECONDS)
         if ranks > 1:
             numbers = torch.zeros(min(2**24, self._network.trained), device=world.device)
@@ -111,13 +116,15 @@ class Trial:
             inside = NetworkLink(
                 2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS
             )
-        own = self._network.trained / (ranks if Sharding.of(self.recipe.engine).optimizer else 1)
+        optimizer_share = self._network.trained / (
+            ranks if Sharding.of(self.recipe.engine).optimizer else 1
+        )
         return Machine(
             forward=Line(0, forward),
             forward_with_graph=Line(0, with_graph),
             backward=Line(0, max(0.0, plain["replay"] / images - with_graph)),
             rank=Line(0, self._seconds_a_pair(rounds)),
-            parameter=plain["optimizer"] / own,
+            parameter=plain["optimizer"] / optimizer_share,
             memory=free_memory(world.device),
             inside=inside,
             between=between if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else inside,

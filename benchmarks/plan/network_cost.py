@@ -62,13 +62,18 @@ def network_cost(recipe: Recipe) -> NetworkCost:
         _move_to_fake_cpu(network)
         # PyTorch fills caches in the first pass, which is not counted
         _counts(network, recipe, FEW)
-        few, many = (_counts(network, recipe, images) for images in (FEW, MANY))
-    each = {name: (many[name] - few[name]) / (MANY - FEW) for name in few}
+        counts_of_few, counts_of_many = (_counts(network, recipe, images) for images in (FEW, MANY))
+    per_image = {
+        name: (counts_of_many[name] - counts_of_few[name]) / (MANY - FEW) for name in counts_of_few
+    }
     return NetworkCost(
         network.dimensions,
         sum(p.numel() for p in network.parameters()),
         sum(p.numel() for p in network.parameters() if p.requires_grad),
-        **{name: Line(max(few[name] - FEW * each[name], 0.0), each[name]) for name in few},
+        **{
+            name: Line(max(counts_of_few[name] - FEW * per_image[name], 0.0), per_image[name])
+            for name in counts_of_few
+        },
     )
 
 

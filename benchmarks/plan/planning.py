@@ -72,10 +72,10 @@ def cost_plan(
     """
     try:
         length = float(planned_steps(recipe, batch))
-        told = []
+        notes = []
     except DistapError as error:
         length = math.nan
-        told = [f"hours are unknown: {error}"]
+        notes = [f"hours are unknown: {error}"]
     network = network_cost(recipe)
     if card is not None:
         machine = machine_of(card, network, recipe, link, gpus_a_host)
@@ -101,14 +101,17 @@ def cost_plan(
         f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B ="
         f" {batch:,}"
     )
-    planned = f"{recipe.epochs:g} epochs" if told else f"{length:,.0f} steps"
+    planned = f"{recipe.epochs:g} epochs" if notes else f"{length:,.0f} steps"
     return {
         "network": f"{described}, {planned}, engine {name_of('engine', recipe.engine)}",
-        "assumptions": [basis, *_assumptions(steps[0]), *told],
+        "assumptions": [basis, *_assumptions(steps[0]), *notes],
         "advice": _advice(steps),
         "steps": [
-            {**of, "days": None if told else length * of["seconds_a_step"] / 86_400}
-            for of in map(_figures, steps)
+            {
+                **gpu_figures,
+                "days": None if notes else length * gpu_figures["seconds_a_step"] / 86_400,
+            }
+            for gpu_figures in map(_figures, steps)
         ],
     }
 
@@ -116,22 +119,24 @@ def cost_plan(
 def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
     rows = []
     for step in steps:
-        more = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
+        columns = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
         hours = math.nan if step["days"] is None else 24 * step["days"]
-        rows.append(SUMMARY.format(**step, **more, hours=hours).replace("nan", "?").split("|"))
+        rows.append(SUMMARY.format(**step, **columns, hours=hours).replace("nan", "?").split("|"))
     tables = [text_table("a step", CAPTION, HEADINGS, rows)]
     for title, name, unit, form in (
         ("seconds a step", "seconds", 1.0, "{:.3g}"),
         ("memory of a GPU, GB", "memory", 1e9, "{:.2f}"),
         ("sent by a GPU in a step, MB", "sent", 1e6, "{:,.1f}"),
     ):
-        parts = list(dict.fromkeys(part for step in steps for part in step[name]))
+        names = list(dict.fromkeys(part_name for step in steps for part_name in step[name]))
         values = {
-            f"{step['gpus']:,}": [step[name].get(part, 0.0) / unit for part in parts]
+            f"{step['gpus']:,}": [step[name].get(part_name, 0.0) / unit for part_name in names]
             for step in steps
         }
-        rows = [[gpus, *map(form.format, [*each, sum(each)])] for gpus, each in values.items()]
-        tables.append(text_table(title, "", ["GPUs", *parts, "all"], rows))
+        rows = [
+            [gpus, *map(form.format, [*amounts, sum(amounts)])] for gpus, amounts in values.items()
+        ]
+        tables.append(text_table(title, "", ["GPUs", *names, "all"], rows))
     return tables
 
 
@@ -176,11 +181,12 @@ def _advice(steps: list[StepCost]) -> str:
     data = step.recipe.data
     gpus = f"{step.ranks} GPU{'s' * (step.ranks > 1)}"
     if not figures["fits"] and figures["greatest_replay_size"]:
-        told = (
+        advice = (
             f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
         )
         return (
-            f"{told}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
+            f"{advice}: set replay.size={figures['greatest_replay_size']} or less,"
+            " and replay.keep=0"
         )
     if not figures["fits"]:
         return f"on {gpus} this does not fit: choose a smaller data.image_size, or fsdp"

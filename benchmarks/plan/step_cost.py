@@ -154,7 +154,7 @@ class StepCost:
     # most micro-batches whose graphs fit beside the needs of each stage
     def greatest_keep(self) -> int:
         beside = sum(self._lasting.values()) + max(
-            sum(stage.values()) for stage in self._stages(kept=0)
+            sum(stage.values()) for stage in self._stages(kept_micro_batches=0)
         )
         room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
         return (
@@ -167,19 +167,22 @@ class StepCost:
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
         sharding = self.sharding
         network = self.network
-        own = 1 / self.ranks
+        optimizer_share = 1 / self.ranks
         images = 2 * self.share + self.batch + self.recipe.memory.size
         return {
-            "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
+            "weights": FLOAT32 * network.parameters * (optimizer_share if sharding.weights else 1),
             "gradients": FLOAT32 * network.trained,  # summed whole over the micro-batches
             "buffer of messages": self._message if sharding.keeps_message else 0,
             "optimizer": (
-                FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1)
+                FLOAT32
+                * network.trained
+                * sharding.states
+                * (optimizer_share if sharding.optimizer else 1)
             ),
             "average": (
                 0
                 if self.recipe.ema is None
-                else FLOAT32 * network.trained * (own if sharding.weights else 1)
+                else FLOAT32 * network.trained * (optimizer_share if sharding.weights else 1)
             ),
             "descriptors": FLOAT32 * network.dimensions * images,
         }
@@ -209,13 +212,13 @@ class StepCost:
         """Return whether there is memory for the reduction, whatever the size of a micro-batch."""
         return sum(self._lasting.values()) + sum(self._reduction.values()) <= self.machine.memory
 
-    def _stages(self, kept: int) -> list[dict[str, float]]:
+    def _stages(self, kept_micro_batches: int) -> list[dict[str, float]]:
         """Bytes that describe, rank and replay need for themselves."""
         working = self.network.working
         graph = self.network.graph(self.replay_size)
-        whole = {"gathered weights": self._gathered, "graphs": kept * graph}
+        whole = {"gathered weights": self._gathered, "graphs": kept_micro_batches * graph}
         # Kept graphs are gone through first, so that a replayed one takes the room of one of them.
-        replay = {"gathered weights": self._gathered, "graphs": max(kept, 1) * graph}
+        replay = {"gathered weights": self._gathered, "graphs": max(kept_micro_batches, 1) * graph}
         return [
             {**whole, "working memory": working(self.describe_size)},
             {**whole, "ranking": self._ranking_bytes},
@@ -247,9 +250,9 @@ class StepCost:
         # The last micro-batches keep their graph from stage one.
         first_kept = max(ceil(self.share / self.replay_size) - self.kept, 0) * self.replay_size
         replayed = _micro_batches(first_kept, self.replay_size)
-        kept = _micro_batches(self.share - first_kept, self.replay_size)
+        kept_micro_batches = _micro_batches(self.share - first_kept, self.replay_size)
         describe = sum(map(machine.forward, _micro_batches(first_kept, self.describe_size)))
-        describe += sum(map(with_graph, kept))
+        describe += sum(map(with_graph, kept_micro_batches))
         wait = {
             stage: sum(transfer.seconds(machine, self.ranks) for transfer in transfers)
             for stage, transfers in self.transfers.items()
@@ -262,7 +265,8 @@ class StepCost:
             "describe": describe,
             "gather": wait["gather"],
             "rank": machine.rank(pairs_of(*self._ranked, self.recipe.loss)) + wait["rank"],
-            "replay": sum(map(with_graph, replayed)) + sum(map(machine.backward, replayed + kept)),
+            "replay": sum(map(with_graph, replayed))
+            + sum(map(machine.backward, replayed + kept_micro_batches)),
             "reduce": wait["reduce"],
             "optimizer": machine.parameter * own_parameters,
         }
@@ -274,12 +278,12 @@ class StepCost:
         sharding = self.sharding
         share = self.share
         bins = bins_of(self.recipe.loss)
-        own = share * network.dimensions * FLOAT32
+        own_bytes = share * network.dimensions * FLOAT32
         trained = network.trained * FLOAT32
         if self.recipe.rank.mode == "central":
-            rank = Transfer("gradients of descriptors", "scatter", own)
+            rank = Transfer("gradients of descriptors", "scatter", own_bytes)
         elif bins is None:
-            rank = Transfer("gradients of descriptors", "reduce_scatter", own * self.ranks)
+            rank = Transfer("gradients of descriptors", "reduce_scatter", own_bytes * self.ranks)
         else:
             rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)
         reduce = [Transfer("gradients", "all_reduce", trained)]
@@ -294,7 +298,7 @@ class StepCost:
             reduce = [weights, Transfer("gradients", "reduce_scatter", trained)]
         # Each image has a label, a number, and a flag that says whether it takes part.
         gather = [
-            Transfer("descriptors", "all_gather", own),
+            Transfer("descriptors", "all_gather", own_bytes),
             Transfer("labels", "all_gather", share * 3 * 8),
         ]
         return {"gather": gather, "rank": [rank], "reduce": reduce}
@@ -302,8 +306,10 @@ class StepCost:
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a rank sends in a step, by content."""
-        transfers = [one for stage in self.transfers.values() for one in stage if self.ranks > 1]
-        return {one.name: one.sent(self.ranks) for one in transfers}
+        transfers = [
+            transfer for stage in self.transfers.values() for transfer in stage if self.ranks > 1
+        ]
+        return {transfer.name: transfer.sent(self.ranks) for transfer in transfers}
 
 
 def bins_of(loss: Loss) -> int | None:

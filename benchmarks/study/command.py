@@ -13,7 +13,13 @@ from benchmarks.study.running import StudyRun
 from distap.cli.options import OVERRIDES, RANKS, ranks_to_start
 from distap.errors import DistapError
 from distap.processes.stopping import leave_when_asked
-from distap.telemetry.terminal import print_result, set_up_logging, tell, text_table, track
+from distap.telemetry.terminal import (
+    print_progress,
+    print_result,
+    set_up_logging,
+    text_table,
+    track,
+)
 
 FOLDER = "Folder of the study."
 ONLY = (
@@ -48,7 +54,7 @@ def study_command(
     run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks_to_start(ranks))
     leave_when_asked()
     for number, line in enumerate(track(run.train(), "trainings", run.total), 1):
-        tell(f"{number} of {run.total}  {line}")
+        print_progress(f"{number} of {run.total}  {line}")
     if run.results.rows():
         page = write_study(run.results, file)
         headings, cells, notes = table(run.results)

@@ -162,8 +162,8 @@ class Grid:
         self.study = read_study(file)
         self.folder = folder
         self._overrides = overrides
-        given = {override.partition("=")[0] for override in overrides}
-        search = {key: values for key, values in self.study.search.items() if key not in given}
+        overridden = {override.partition("=")[0] for override in overrides}
+        search = {key: values for key, values in self.study.search.items() if key not in overridden}
         self.study = self.study.model_copy(update={"search": search})
         beside = file.parent / self.study.recipe
         self._base = beside if beside.is_file() else recipe_file(Path(self.study.recipe))
@@ -186,20 +186,22 @@ class Grid:
         """
         axes = self.study.axes
         against = self.study.against
-        known = [name for names in axes.values() for name in names]
-        found = {
+        names_of_axes = [name for names in axes.values() for name in names]
+        points = {
             name
             for text in only
-            for name in ([text] if text in known else map(str.strip, text.split(",")))
+            for name in ([text] if text in names_of_axes else map(str.strip, text.split(",")))
         }
-        for name in found:
-            _require_known("--only", name, known)
+        for name in points:
+            _require_known("--only", name, names_of_axes)
         if against is not None:
             _require_known("against", against, next(iter(axes.values())))
-        for axis, name in chain.from_iterable(each.items() for each in self.study.leave_out):
+        for axis, name in chain.from_iterable(
+            excluded.items() for excluded in self.study.leave_out
+        ):
             _require_known("leave_out", axis, axes)
             _require_known(f"leave_out: {axis}", name, axes[axis])
-        return found
+        return points
 
     def _points(self, only: Collection[str]) -> Iterator[Point]:
         axes = {
@@ -216,10 +218,12 @@ class Grid:
         the given one.
         """
         search = self.study.search
-        values = [dict(zip(search, each, strict=True)) for each in product(*search.values())]
+        values = [
+            dict(zip(search, combination, strict=True)) for combination in product(*search.values())
+        ]
         return [
-            self._job(point, seed, each)
-            for each in ([searched] if searched is not None else values)
+            self._job(point, seed, combination)
+            for combination in ([searched] if searched is not None else values)
         ]
 
     def _job(self, point: Point, seed: int, searched: Mapping[str, Any]) -> Job:
@@ -267,9 +271,9 @@ class Grid:
                     )
 
 
-def _require_known(where: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise DistapError(f"{where}: there is no {name!r}; {suggestion(name, known)}")
+def _require_known(where: str, name: str, known_names: Collection[str]) -> None:
+    if name not in known_names:
+        raise DistapError(f"{where}: there is no {name!r}; {suggestion(name, known_names)}")
 
 
 def condition_of(recipe: Recipe, condition: str) -> Any:

@@ -100,9 +100,11 @@ class Row:
 
     def difference(self, other: "Row", figure: str) -> Interval | None:
         """The mean of the differences to another row, seed by seed; None if they share no seed."""
-        own = self.values(figure)
-        others = other.values(figure)
-        shared = [own[seed] - others[seed] for seed in own if seed in others]
+        own_values = self.values(figure)
+        other_values = other.values(figure)
+        shared = [
+            own_values[seed] - other_values[seed] for seed in own_values if seed in other_values
+        ]
         return interval(shared) if shared and self is not other else None
 
 
@@ -127,13 +129,13 @@ class Results:
         result = self._done.get((_names(job.point.names), job.fingerprint))
         if result is not None:
             study = self.grid.study
-            known = [name for name, value in result.figures.items() if value is not None]
+            values = [name for name, value in result.figures.items() if value is not None]
             for key, name in [
                 ("chosen_by", f"validation/{study.chosen_by}"),
                 *(("figures", n) for n in study.figures),
             ]:
-                if name not in known:
-                    raise DistapError(f"{key}: {job} has no {name}; {suggestion(name, known)}")
+                if name not in values:
+                    raise DistapError(f"{key}: {job} has no {name}; {suggestion(name, values)}")
         return result
 
     def best(self, point: Point) -> Result | None:
@@ -172,8 +174,8 @@ class Results:
             if self.share_a_start
             else ()
         )
-        found = filter(None, map(self.of, jobs))  # not of settings that the study had before
-        return next((result.before for result in found if result.before), {})
+        results = filter(None, map(self.of, jobs))  # not of settings that the study had before
+        return next((result.before for result in results if result.before), {})
 
     @property
     def share_a_start(self) -> bool:
@@ -192,13 +194,13 @@ def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
     rows = results.rows()
     first = study.figures[0]
     searched = list(study.search)
-    others = [_counterpart(row, rows, study) for row in rows]
+    counterparts = [_counterpart(row, rows, study) for row in rows]
     headings = [
         *study.axes,
         *(key.rpartition(".")[2].replace("_", " ") for key in searched),
         *study.figures,
     ]
-    headings += [f"{first}, less {study.against}"] if any(others) else []
+    headings += [f"{first}, less {study.against}"] if any(counterparts) else []
     sizes = {
         "updates": [f"{row.results[0].steps:,}" for row in rows],
         "images": [f"{row.results[0].images:,}" for row in rows],
@@ -219,14 +221,16 @@ def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
             [BEFORE, *blank, *(str(Interval(before[name], None)) for name in study.figures)]
         )
         cells[0] += [""] * (len(headings) - len(cells[0]))
-    for row, other, *own in zip(rows, others, *sizes.values(), strict=True):
+    for row, other, *own_sizes in zip(rows, counterparts, *sizes.values(), strict=True):
         chosen = [
             _short(row.results[0].searched[key]) + ("*" if key in row.at_edge else "")
             for key in searched
         ]
-        apart = [_signed(row.difference(other, first) if other else None)] if any(others) else []
+        apart = (
+            [_signed(row.difference(other, first) if other else None)] if any(counterparts) else []
+        )
         figures = [str(row.interval(name)) for name in study.figures]
-        cells.append([*row.point.names.values(), *chosen, *figures, *apart, *own])
+        cells.append([*row.point.names.values(), *chosen, *figures, *apart, *own_sizes])
     return headings, cells, list(_notes(results, rows, alike))
 
 
@@ -294,14 +298,18 @@ def comparison(results: Results, published: Results) -> list[str]:
         other = theirs.get(_names(row.point.names))
         if other is None or len(other.results) < 2:
             continue
-        own = list(row.values(figure).values())
-        there = list(other.values(figure).values())
-        half = student(len(there)) * stdev(there) * math.sqrt(1 / len(there) + 1 / len(own))
-        verdict = "within" if abs(fmean(own) - fmean(there)) <= half else "NOT within"
-        expected = Interval(fmean(there), half)
+        own_values = list(row.values(figure).values())
+        other_values = list(other.values(figure).values())
+        half = (
+            student(len(other_values))
+            * stdev(other_values)
+            * math.sqrt(1 / len(other_values) + 1 / len(own_values))
+        )
+        verdict = "within" if abs(fmean(own_values) - fmean(other_values)) <= half else "NOT within"
+        expected = Interval(fmean(other_values), half)
         lines.append(
-            f"{row.point}: {figure} {interval(own)}, {verdict} {expected}, which the published runs"
-            " expect"
+            f"{row.point}: {figure} {interval(own_values)}, {verdict} {expected},"
+            " which the published runs expect"
         )
     if published.done and not lines:
         return [
@@ -353,7 +361,7 @@ def write_study(results: Results, file: Path) -> Path:
     write_whole(folder / "figure.svg", svg)
     made = [result.made for result in results.done]
     facts = (
-        {key: ", ".join(sorted({str(each.get(key)) for each in made})) for key in made[0]}
+        {key: ", ".join(sorted({str(machine.get(key)) for machine in made})) for key in made[0]}
         if made
         else {}
     )

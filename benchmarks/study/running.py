@@ -91,12 +91,12 @@ class StudyRun:
                     if self.results.of(job) is None:
                         self._start(job)
                         continue
-                    told = f"{self._done(job)}, done before"
+                    message = f"{self._done(job)}, done before"
                 else:
-                    job, told = self._wait()
+                    job, message = self._wait()
                 # first, so that rows are whole one after the other
                 waiting.extendleft(self._next(job.point))
-                yield told
+                yield message
 
     def _next(self, point: Point) -> list[Job]:
         """The further seeds of a point, once, as soon as its best values are known."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail, thumbnails_of
 from distap.data.loading.reader import open_images
 from distap.data.shards.index import index_of_folder
@@ -29,15 +30,13 @@ KEY_PREFIX = "key:"
 
 @dataclass(frozen=True)
 class Query:
-    """An image file to search for, or the key of an image in the index if `file` is None; and what
-    was found.
-    """
+    """An image file to search for, or the key of an image in the index, and the hits."""
 
     name: str  # as it is shown
-    file: Path | None = None
+    file: Path | None = None  # None searches for the key
     key: str = ""
     hits: Sequence[Hit] = ()  # best first
-    problem: str = ""  # with the file
+    problem: str = ""  # why the file cannot be used
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,43 +44,42 @@ class Searcher:
     """Find similar images in a gallery; several threads may call it at once."""
 
     index: SearchIndex
-    # of the images that are searched for; None: search by key alone
+    # Describes the images to search for; None allows searches by key alone.
     describer: "ImageDescriber | None" = None
-    # decodes elsewhere, as the describer would
+    # Decodes in another process, as the describer would.
     pixels_of: "Callable[[bytes], Tensor] | None" = None
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """Return the at most k images of the gallery that are most similar to an image file, best
-        first.
+        """Return at most k images of the gallery, those most similar to an image file first.
 
         Raises:
             DamagedImageError: the image cannot be decoded or is too large.
         """
         if self.describer is None:
             raise DistapError(
-                "images are described by the network of the index: name its run with --checkpoint"
+                "search.needs_network",
+                "images are described by the network of the index: name its run with --checkpoint",
             )
-        pixels = (
-            self.pixels_of(image) if self.pixels_of else self.describer.sizing(EncodedImage(image))
-        )
+        if self.pixels_of:
+            pixels = self.pixels_of(image)
+        else:
+            pixels = self.describer.sizing(EncodedImage(image))
         return self.index.search(self.describer.describe_pixels([pixels], 1).numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
-        """Return the k images of the gallery that are most similar to the one with this key,
-        without itself.
-        """
+        """Return the k images most similar to the gallery's image of this key, without itself."""
         row = self.index.row_of(key)
         try:
             descriptor = self.index.descriptor(row)
         except RuntimeError as error:
             kind = self.index.about["index"]["kind"]
             raise DistapError(
-                f"an index of kind {kind} has no descriptor of {key!r}: search by the image"
+                "search.no_descriptor",
+                f"an index of kind {kind} has no descriptor of {key!r}: search by the image",
             ) from error
         # An index that keeps codes gives an approximation, whose length is not 1.
         descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
-        # One more than asked for: the image itself is among them, but with codes or equal images
-        # not always first.
+        # k + 1, because the image itself is among them, though not always first.
         hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
         return [hit for hit in hits if hit.row != row][:k]
 
@@ -89,11 +87,10 @@ class Searcher:
         """Yield each query with its hits, or with the problem of an unusable file."""
         for query in queries:
             try:
-                hits = (
-                    self.by_key(query.key, k)
-                    if query.file is None
-                    else self.by_image(query.file.read_bytes(), k)
-                )
+                if query.file is None:
+                    hits = self.by_key(query.key, k)
+                else:
+                    hits = self.by_image(query.file.read_bytes(), k)
                 yield replace(query, hits=hits)
             except DamagedImageError as error:
                 yield replace(query, problem=str(error))
@@ -114,8 +111,9 @@ def open_searcher(
 
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows
-            searches by key alone. best: take a run folder's best checkpoint instead of its newest.
-            trust: let the network's record name classes that are not distap's.
+            searches by key alone.
+        best: take a run folder's best checkpoint instead of its newest.
+        trust: let the network's record name classes that are not distap's.
     """
     opened = read_index(index)
     maker = opened.described_by
@@ -123,9 +121,10 @@ def open_searcher(
         return Searcher(opened)
     if maker.whitening is not None and whitening is None:
         raise DistapError(
-            f"{index}: its images were described with a whitening: name its file with --whitening"
+            "descriptors.whitening_missing",
+            f"{index}: its images were described with a whitening: name its file with --whitening",
         )
-    # here, since keys need no network
+    # Imported here, since keys need no network.
     from distap.evaluation.extraction.image_describer import describer_like
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import trained_network
@@ -136,11 +135,10 @@ def open_searcher(
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:
-    """Return what makes thumbnails by row of the index, and warn if some or all of them are
-    missing.
+    """Return a maker of thumbnails by row of the index; warn if images are missing.
 
     Args:
-        source: where the data set is now; None if it has not moved since its images were described.
+        source: the data set; None if it is where its images were described.
     """
     where = source or index.data
     try:
@@ -152,45 +150,50 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails
         return lambda row: None
     numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
     names = Names(numbers)
-    of_rows = {row: names.known_as(key) for key, row in index.rows.items()}
-    sample_of = {row: numbers[key] for row, key in of_rows.items() if key in numbers}
+    keys = {row: names.known_as(key) for key, row in index.rows.items()}
+    sample_of = {row: numbers[key] for row, key in keys.items() if key in numbers}
     missing = len(index) - len(sample_of)
     if missing:
-        text = (
+        logger.warning(
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the"
-            " indexed data set?"
+            " indexed data set?",
+            where,
+            missing,
+            len(index),
         )
-        logger.warning(text, where, missing, len(index))
     return thumbnails_of(
         lambda row: images.encoded(sample_of[row]) if row in sample_of else None, THUMBNAIL
     )
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """Parse texts into queries: `key:NAME`, image files, folders of images, or keys of the
-    index."""
-    found = list[Query]()
+    """Parse `key:NAME`, image files, folders of images, or keys of the index into queries."""
+    queries = list[Query]()
     for text in texts:
         path = Path(text)
         is_folder = False
         is_file = False
-        with suppress(OSError, ValueError):  # such as a text that is too long for a path
+        with suppress(OSError, ValueError):  # a text may be too long for a path
             is_folder = path.is_dir()
             is_file = path.is_file()
         if text.startswith(KEY_PREFIX):
-            index.row_of(text.removeprefix(KEY_PREFIX))
-            found.append(Query(text, key=text.removeprefix(KEY_PREFIX)))
+            key = text.removeprefix(KEY_PREFIX)
+            index.row_of(key)
+            queries.append(Query(text, key=key))
         elif is_folder:
             names = index_of_folder(parse_source(path), labelled=False).key.tolist()
-            found += [Query(str(path / name), path / name) for name in names]
+            queries += [Query(str(path / name), path / name) for name in names]
         elif is_file:
-            found.append(Query(text, path))
+            queries.append(Query(text, path))
         elif index.has(text):
-            found.append(Query(f"{KEY_PREFIX}{text}", key=text))
+            queries.append(Query(f"{KEY_PREFIX}{text}", key=text))
         else:
-            lacks = f"no image file, no folder of images, and no key of the index of {index.data}"
-            raise DistapError(f"{text!r}: {lacks}")
-    return found
+            raise DistapError(
+                "search.unknown_query",
+                f"{text!r}: no image file, no folder of images, and no key of the index of"
+                f" {index.data}",
+            )
+    return queries
 
 
 def write_search_page(
@@ -212,7 +215,7 @@ def write_search_page(
         title="Search results",
         index=index,
         results=[
-            (each, query_picture(each), [(hit, thumbnails(hit.row)) for hit in each.hits])
-            for each in results
+            (query, query_picture(query), [(hit, thumbnails(hit.row)) for hit in query.hits])
+            for query in results
         ],
     )

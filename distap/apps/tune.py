@@ -1,6 +1,4 @@
-"""Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out
-classes.
-"""
+"""Search with Optuna for better settings of a recipe, in short trials on held-out classes."""
 
 import shutil
 import sqlite3
@@ -29,7 +27,7 @@ from distap.checkpoint.lease import Lease
 from distap.config.reading import changed_settings, load_recipe, parsed_yaml
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
-from distap.errors import FINISHED, DistapError
+from distap.errors import FINISHED, DistapError, first_cause
 from distap.pages.page import write_page
 from distap.processes.forks import last_error, start_training
 from distap.registry import by_path
@@ -38,7 +36,7 @@ from distap.storage.files import Storage
 from distap.storage.locations import part_of
 from distap.storage.texts import open_regular, read_text
 from distap.telemetry.runlog import RUN_LOG, read_run_log
-from distap.telemetry.terminal import tell
+from distap.telemetry.terminal import print_progress
 from distap.training.schedule import Length
 
 SPACE_FILE = "space.yaml"
@@ -46,14 +44,13 @@ TUNED = "recipe.yaml"
 TUNING_PAGE = "tuning.html"
 DATABASE = "trials.db"  # of Optuna
 OF_THE_DATABASE = (OSError, StorageInternalError, SQLAlchemyError, sqlite3.Error)
-# lengths next to that of the training
+# Lengths within a training, which scale with its own.
 SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")
-FIGURE = "mAP"  # of the held-out classes, which is to become large
+FIGURE = "mAP"  # of the held-out classes, to maximise
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
-# mark of a trial with the values of another; as many in a row end the search
-REPEATS = "repeats"
-MOST_REPEATED = 50
+REPEATS = "repeats"  # mark of a trial with the values of another
+MOST_REPEATED = 50  # such trials in a row end the search
 
 
 def opened_database(path: Path) -> RDBStorage:
@@ -66,9 +63,22 @@ def opened_database(path: Path) -> RDBStorage:
     return RDBStorage(f"sqlite:///{DATABASE}", engine_kwargs={"creator": connect})
 
 
+def _distribution(values: Any) -> tuple[BaseDistribution, list[str]]:
+    """Return what to draw from, and values of it as YAML; raise an error if it is neither kind."""
+    if isinstance(values, list):
+        texts = [
+            yaml.safe_dump(value, default_flow_style=True, width=999).split("\n")[0]
+            for value in values
+        ]
+        return CategoricalDistribution(texts), texts
+    low = float(values["low"])  # numbers such as 1e-5 are text in YAML
+    high = float(values["high"])
+    return FloatDistribution(**{**values, "low": low, "high": high}), [str(low), str(high)]
+
+
 @dataclass
 class Tuning:
-    """A search for settings, kept in a folder, from which it goes on.
+    """A search for settings, kept in a folder, from which it continues.
 
     Raises:
         DistapError: the recipe cannot be tuned, or a key or a value of the space is wrong.
@@ -77,7 +87,7 @@ class Tuning:
     config: Path
     overrides: list[str]
     folder: Path
-    file: Path  # of the values to search; a new one gets what is searched by default
+    file: Path  # of the values to search; a new file gets the default ones
     share: float  # of the recipe's cost that a trial takes
     ranks: int
 
@@ -87,28 +97,28 @@ class Tuning:
         self.index = load_index(self.recipe.data.train_source)
         count = self.index.classes.count
         if count < LEAST_TO_HOLD_OUT:
-            told = (
-                f"{count} classes, of which none can be held out; expected at least"
-                f" {LEAST_TO_HOLD_OUT}"
+            raise DistapError(
+                "data.too_few_classes",
+                f"{self.recipe.data.train}: {count} classes, of which none can be held out;"
+                f" expected at least {LEAST_TO_HOLD_OUT}",
             )
-            raise DistapError(f"{self.recipe.data.train}: {told}")
         load_recipe(self.of_trial({}, self.folder), where=f"{self.config}, in a trial")
         if not self.file.exists():
-            template = RECIPE_TEMPLATES.get_template(SPACE_FILE)
-            of_trials = self.index.of_classes(0, 1 - HELD_OUT)
-            write_whole(
-                self.file,
-                template.render(written=self.settings, recipe=self.recipe, train=of_trials),
+            space = RECIPE_TEMPLATES.get_template(SPACE_FILE).render(
+                written=self.settings,
+                recipe=self.recipe,
+                train=self.index.of_classes(0, 1 - HELD_OUT),
             )
+            write_whole(self.file, space)
         try:
             text = read_text(self.file)
         except (OSError, ValueError) as error:
-            raise DistapError(f"{self.file}: cannot be read: {error}") from error
+            raise DistapError("tune.unreadable", f"{self.file}: cannot be read: {error}") from error
         self.space = self.parsed_space(text)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        # Another space, recipe or share begins anew.
+        # Another space, recipe or share begins another study.
         name = sha256(repr((text, self.settings, self.share)).encode()).hexdigest()
-        # Whatever fails here does so because of what is in the database.
+        # Whatever fails here fails because of the database's content.
         with self.keeping((Exception,)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.study = optuna.create_study(
@@ -122,92 +132,76 @@ class Tuning:
 
     @contextmanager
     def keeping(self, kinds: tuple[type[Exception], ...] = OF_THE_DATABASE) -> Iterator[None]:
-        """Turn errors of the database and of the folder into a DistapError that names the
-        database."""
+        """Raise a DistapError that names the database in place of errors of these kinds."""
         try:
             yield
         except DistapError:
             raise
         except kinds as error:
-            reason: BaseException = error
-            while reason.__cause__ is not None:  # the first cause is SQLite's, in one line
-                reason = reason.__cause__
-            told = str(getattr(reason, "strerror", None) or reason) or type(reason).__name__
-            problem = (
-                f"{self.folder / DATABASE}: the trials cannot be kept there: {told.splitlines()[0]}"
-            )
-            remedy = (
-                "if the disk has room and nothing else has it open, move it away to begin the"
-                " search anew"
-            )
-            raise DistapError(f"{problem}; {remedy}") from error
+            cause = first_cause(error)  # SQLite's, in one line
+            reason = str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
+            raise DistapError(
+                "tune.database",
+                f"{self.folder / DATABASE}: the trials cannot be kept there:"
+                f" {reason.splitlines()[0]}; if the disk has room and nothing else has it open,"
+                " move it away to begin the search anew",
+            ) from error
 
     def parsed_space(self, text: str) -> dict[str, BaseDistribution]:
-        """Parse what to search: by recipe key a list of values, or a range."""
+        """Parse the values to search by recipe key: a list of values, or a range."""
         file = str(self.file)
-        found = dict[str, BaseDistribution]()
-        given = parsed_yaml(text, file)
-        if not isinstance(given, dict) or not given:
+        values_by_key = parsed_yaml(text, file)
+        if not isinstance(values_by_key, dict) or not values_by_key:
             raise DistapError(
-                f"{file}: expected recipe keys, each with a list of values or with low and high"
+                "tune.space",
+                f"{file}: expected recipe keys, each with a list of values or with low and high",
             )
-        for key, values in given.items():
+        space = dict[str, BaseDistribution]()
+        for key, values in values_by_key.items():
             try:
-                if isinstance(values, list):
-                    ends = [
-                        yaml.safe_dump(one, default_flow_style=True, width=999).split("\n")[0]
-                        for one in values
-                    ]
-                    found[key] = CategoricalDistribution(ends)
-                else:  # numbers such as 1e-5 are text in YAML
-                    ends = [str(float(values[end])) for end in ("low", "high")]
-                    found[key] = FloatDistribution(
-                        **{**values, "low": float(ends[0]), "high": float(ends[1])}
-                    )
+                space[key], examples = _distribution(values)
             except (TypeError, ValueError, KeyError) as error:
                 raise DistapError(
-                    f"{file}: {key}: {error}; expected a list, or low, high and perhaps log"
+                    "tune.space",
+                    f"{file}: {key}: {error}; expected a list, or low, high and perhaps log",
                 ) from error
-            for value in ends:
+            for value in examples:
                 load_recipe(changed_settings(self.settings, [f"{key}={value}"]), where=file)
-        return found
+        return space
 
     def with_values(self, values: dict[str, Any], share: float) -> dict[str, Any]:
-        """Return the recipe's settings with other values by key, in steps that see `share` of the
-        recipe's pixels.
+        """Return the recipe's settings with other values by key, and a share of its length.
+
+        Its steps see this share of the pixels that the recipe's own steps see.
         """
         settings = changed_settings(
             self.settings, [f"{key}={value}" for key, value in values.items()]
         )
         recipe = load_recipe(settings, where=str(self.config))
-        whole, pixels = self.cost(recipe)
-        own, own_pixels = self.cost(self.recipe)
-        steps = RUNGS * max(1, round(share * own * own_pixels / pixels / RUNGS))
-        written = dict(by_path(recipe.model_dump(mode="json"), "."))
+        full_steps, pixels = self.cost(recipe)
+        recipe_steps, recipe_pixels = self.cost(self.recipe)
+        steps = RUNGS * max(1, round(share * recipe_steps * recipe_pixels / pixels / RUNGS))
+        lengths = dict(by_path(recipe.model_dump(mode="json"), "."))
         scaled = {
-            key: (steps / whole * np.array(written[key])).tolist()
+            key: (steps / full_steps * np.array(lengths[key])).tolist()
             for key in SCALED
-            if written.get(key)
+            if lengths.get(key)
         }
         return changed_settings(settings, [{"steps": steps, **scaled}])
 
     def cost(self, recipe: Recipe) -> tuple[int, float]:
-        """Return the number of steps, and the pixels of a batch of training images, in the mean
-        over the steps.
-        """
+        """Return the number of steps, and the pixels of a batch, in the mean over the steps."""
         begins, sizes = np.array([*recipe.data.sizes, (1, 0)]).T
         batch = recipe.sampling.size
-        return Length(recipe, self.index, batch).steps, float(
-            batch * np.diff(begins) @ sizes[:-1] ** 2
-        )
+        pixels = batch * np.diff(begins) @ sizes[:-1] ** 2
+        return Length(recipe, self.index, batch).steps, float(pixels)
 
     def of_trial(self, values: dict[str, Any], run: Path) -> dict[str, Any]:
-        """Return settings that train on the classes that are not held out, and judge by the
-        others."""
+        """Return settings that hold a share of the classes out of training, for evaluations."""
         settings = self.with_values(values, self.share)
         every = settings["steps"] // RUNGS
         train = str(self.recipe.data.train)
-        of_trial: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "run": str(run),
             "data.train": part_of(train, 0, 1 - HELD_OUT),
             "data.validation": part_of(train, 1 - HELD_OUT, 1),
@@ -216,7 +210,7 @@ class Tuning:
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
         return changed_settings(
-            settings, [of_trial, "evaluation.also={}", "loggers=[]", "metrics.port=null"]
+            settings, [changes, "evaluation.also={}", "loggers=[]", "metrics.port=null"]
         )
 
     def search(self, minutes: float) -> None:
@@ -235,14 +229,15 @@ class Tuning:
             lease.release()
         if not self.study.best_trials:
             raise DistapError(
-                f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}"
+                "tune.no_trial",
+                f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}",
             )
 
     def search_until_the_end(self) -> None:
         """Run interrupted trials again, the recipe as it is, and others while there is time."""
         for interrupted in self.study.get_trials(states=[TrialState.RUNNING]):
             self.study.tell(interrupted.number, state=TrialState.FAIL)
-            self.try_one(interrupted.params)  # which goes on from its checkpoint
+            self.try_one(interrupted.params)  # it continues from its checkpoint
         if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
             self.try_one({})
         repeated = 0
@@ -255,18 +250,20 @@ class Tuning:
             best.pop(key, None)
             repeated = 0 if self.try_one(best, key) else repeated + 1
 
-    def try_one(self, held: dict[str, Any], *others: str) -> bool:
-        """Run a trial with these values and Optuna's of others, write recipe and page; False if it
-        was run before.
+    def try_one(self, held: dict[str, Any], key: str | None = None) -> bool:
+        """Run a trial with these values and Optuna's of a further key; write recipe and page.
+
+        Return False if it was run before.
         """
         self.study.enqueue_trial(held)
-        asked = self.study.ask({key: self.space[key] for key in (*held, *others)})
-        alike = [each for each in self.study.trials if each.params == asked.params]
-        if any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in alike):
+        keys = held if key is None else (*held, key)
+        asked = self.study.ask({name: self.space[name] for name in keys})
+        alike = [trial for trial in self.study.trials if trial.params == asked.params]
+        if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in alike):
             asked.set_user_attr(REPEATS, True)
             self.study.tell(asked, state=TrialState.FAIL)
             return False
-        # an interrupted trial has the same values, and is gone on with in its run
+        # An interrupted trial has the same values, and continues in its run.
         first = alike[0].number
         run = self.folder / "trials" / self.study.study_name / str(first)
         try:
@@ -275,9 +272,9 @@ class Tuning:
             asked.set_user_attr("problem", str(error))
             trial = self.study.tell(asked, state=TrialState.FAIL)
         shutil.rmtree(run / CHECKPOINTS_FOLDER, ignore_errors=True)
-        rows = [self.row(each) for each in (trial, *self.study.best_trials)]
+        rows = [self.row(shown) for shown in (trial, *self.study.best_trials)]
         minutes = max(0, self.end - time.monotonic()) / 60
-        tell(
+        print_progress(
             f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes"
             " left"
         )
@@ -286,7 +283,7 @@ class Tuning:
         return True
 
     def train(self, trial: Trial, run: Path) -> FrozenTrial:
-        """Train in processes of its own, and end early if others were better at the same point."""
+        """Train in other processes; end early if other trials were better at the same point."""
         file = run / "trial.yaml"
         log = run / "output.log"
         scores = list[float]()
@@ -295,8 +292,7 @@ class Tuning:
         process = start_training(file, self.ranks, log)
         try:
             while running:
-                # Asked before the log is read, so that lines written just before the end are read
-                # in a last round.
+                # Before the log is read, so that a last round reads the lines before the end.
                 running = process.poll() is None
                 entries = read_run_log(run) if (run / RUN_LOG).exists() else []
                 for entry in [entry for entry in entries if "validation" in entry][len(scores) :]:
@@ -309,27 +305,31 @@ class Tuning:
             process.terminate()  # it writes a checkpoint
             process.wait()
         if process.returncode != FINISHED:
-            raise DistapError(f"status {process.returncode}: {last_error(log)} ({log})")
+            raise DistapError(
+                "tune.trial_failed", f"status {process.returncode}: {last_error(log)} ({log})"
+            )
         return self.study.tell(trial, scores[-1])
 
     def write(self) -> None:
-        """Write the recipe of the best values, with the reason for each, and a page about all
-        trials.
-        """
-        whole = sorted(
+        """Write the recipe of the best values, with their reasons, and a page about all trials."""
+        complete = sorted(
             self.study.get_trials(states=[TrialState.COMPLETE]),
             key=lambda trial: -(trial.value or 0),
         )
-        settings = {**self.with_values(whole[0].params, share=1), "run": f"{self.recipe.run}-tuned"}
-        rows = [
-            self.row(t)
-            for t in self.study.trials
-            if t.state.is_finished() and REPEATS not in t.user_attrs
-        ]
-        values = {"config": self.config, "headings": ["trial", *self.space, FIGURE], "rows": rows}
+        settings = self.with_values(complete[0].params, share=1)
+        settings["run"] = f"{self.recipe.run}-tuned"
+        values = {
+            "config": self.config,
+            "headings": ["trial", *self.space, FIGURE],
+            "rows": [
+                self.row(trial)
+                for trial in self.study.trials
+                if trial.state.is_finished() and REPEATS not in trial.user_attrs
+            ],
+        }
         recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
             values,
-            whole=[*map(self.row, whole)],
+            whole=[*map(self.row, complete)],
             settings=yaml.safe_dump(settings, sort_keys=False),
         )
         write_whole(self.folder / TUNED, recipe)

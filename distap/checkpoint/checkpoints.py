@@ -1,23 +1,23 @@
-"""The checkpoints of a run, in a folder on disk or in a store, through one interface; and the files
-beside them.
+"""The checkpoints of a run and the files next to them, on disk or in a store.
 
-checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0
-wrote checkpoints/step-00000012/state.json                                      what was saved next
-to the tensors checkpoints/step-00000012/manifest.json                                   size and
-SHA-256 of each file, written last
+    checkpoints/step-00000012/
+        shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0 wrote
+        state.json                                      the state next to the tensors
+        manifest.json                                   size and SHA-256 of each file, written last
 
 A folder without manifest is no checkpoint, so that neither a disk nor a bucket needs a rename. A
 step that is written again, while the first checkpoint of this step is still there, goes to
 step-00000012.1.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from re import compile as pattern
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,6 +28,7 @@ from distap.checkpoint.manifest import (
     STATE_FILE,
     DamagedCheckpointError,
     Manifest,
+    damaged,
     parse_manifest,
     read_tensors,
 )
@@ -38,8 +39,8 @@ from distap.storage.remotes import DamagedFileError, MissingFileError, Unreachab
 from distap.storage.texts import read_json
 
 CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
-NAME = pattern(r"step-\d{8}(\.\d+)?")
-STEP = len("step-00000000")  # characters of a name that tell the step
+NAME = re.compile(r"step-\d{8}(\.\d+)?")
+STEP = len("step-00000000")  # characters of a name up to the end of the step
 DOWNLOADS = 4  # files at once
 
 
@@ -49,7 +50,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    where: str  # path or URL, for messages
+    where: str  # its path or URL, for messages
 
     @property
     def step(self) -> int:
@@ -57,16 +58,18 @@ class Checkpoint:
         return self.manifest.step
 
     def state(self, *names: str) -> dict[str, Any]:
-        """Return what was saved next to the tensors; raise if an entry in `names` is not a
-        dictionary.
+        """Return the state that was saved next to the tensors.
+
+        Raises:
+            DamagedCheckpointError: the state is no JSON, or an entry of `names` is no dictionary.
         """
         try:
             state: dict[str, Any] = read_json(self.path / STATE_FILE)
         except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
+            raise damaged(self.where, f"{STATE_FILE}: {error}") from error
         missing = [name for name in names if not isinstance(state.get(name), dict)]
         if missing:
-            raise DamagedCheckpointError(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
+            raise damaged(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
@@ -83,7 +86,7 @@ class Checkpoints:
 
     @property
     def is_on_disk(self) -> bool:
-        """Tell whether checkpoints lie on a disk, where they are read and written in place."""
+        """True if checkpoints lie on a disk, where they are read and written in place."""
         return self.storage.disk is not None
 
     def where(self, name: str) -> str:
@@ -94,8 +97,7 @@ class Checkpoints:
         return Path(self.where(name).removeprefix("file://"))
 
     def names(self) -> list[str]:
-        """Return the names of the checkpoints with a manifest, oldest first, damaged ones
-        included."""
+        """Return the names of the checkpoints with a manifest, damaged or not, oldest first."""
         return [name for name, files in self._listed().items() if MANIFEST_FILE in files]
 
     def manifest(self, name: str) -> Manifest:
@@ -103,17 +105,13 @@ class Checkpoints:
         try:
             data = self.storage.read_whole(f"{self.folder}/{name}/{MANIFEST_FILE}")
         except MissingFileError as error:
-            raise DamagedCheckpointError(
-                self.where(name), f"{MANIFEST_FILE} is not there"
-            ) from error
+            raise damaged(self.where(name), f"{MANIFEST_FILE} is not there") from error
         except DamagedFileError as error:
-            raise DamagedCheckpointError(self.where(name), str(error)) from error
+            raise damaged(self.where(name), error) from error
         return parse_manifest(data, self.where(name))
 
     def best(self) -> tuple[float, str] | tuple[None, None]:
-        """Return the best validation mAP among undamaged checkpoints, and the newest checkpoint
-        with it.
-        """
+        """Return the best validation mAP of undamaged checkpoints, and the newest one with it."""
         scores = []
         for name in self.names():
             with suppress(DamagedCheckpointError):
@@ -123,23 +121,21 @@ class Checkpoints:
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:
-        """Remove what interrupted or failed writes left, and return the name of a new
-        checkpoint."""
+        """Remove the remains of interrupted or failed writes; return a new checkpoint's name."""
         listed = self._listed()
         for name, files in listed.items():
             if MANIFEST_FILE not in files:
                 self._remove(name, files)
-        names = (
-            f"step-{step:08d}{ending}"
-            for ending in ("", *(f".{again}" for again in range(1, 1000)))
-        )
-        return next(name for name in names if MANIFEST_FILE not in listed.get(name, ()))
+        base = name = f"step-{step:08d}"
+        for again in count(1):
+            if MANIFEST_FILE not in listed.get(name, ()):
+                break
+            name = f"{base}.{again}"
+        return name
 
     @contextmanager
     def place(self, name: str, spool: Path) -> Iterator[Path]:
-        """Yield a folder to write a checkpoint into: its final one on disk, or a temporary one to
-        upload.
-        """
+        """Yield a folder to write a checkpoint into: on disk its own, else one to upload from."""
         if self.is_on_disk:
             make_folder(self.path(name))
             yield self.path(name)
@@ -149,15 +145,16 @@ class Checkpoints:
             yield Path(temporary)
 
     def send(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Upload a checkpoint's files from the folder of `place`; do nothing for checkpoints on
-        disk.
-        """
-        for file in [] if self.is_on_disk else files:
-            self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
+        """Upload a checkpoint's files from the folder of `place`, unless that is its own."""
+        if not self.is_on_disk:
+            for file in files:
+                self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint exist, once all ranks' files are there
-        with their sizes.
+        """Write the manifest, which makes the checkpoint exist.
+
+        Raises:
+            UnreachableError: a rank's file is not there with its size.
         """
         # Each host finds its own files where it wrote them. Only this look shows that all wrote to
         # one place.
@@ -165,10 +162,11 @@ class Checkpoints:
         for file, identity in sorted(manifest.files.items()):
             size = present.get(f"{self.folder}/{name}/{file}")
             if size != identity.bytes:
-                found = "is not there" if size is None else f"has {size:,} bytes"
-                sent = f"{self.where(name)}: {file} was written, {identity.bytes:,} bytes"
+                state = "is not there" if size is None else f"has {size:,} bytes"
                 raise UnreachableError(
-                    f"{sent}, and {found}; do all hosts write to the same place?"
+                    "checkpoint.file_missing",
+                    f"{self.where(name)}: {file} was written, {identity.bytes:,} bytes, and"
+                    f" {state}; do all hosts write to the same place?",
                 )
         self.storage.write(f"{self.folder}/{name}/{MANIFEST_FILE}", manifest.text().encode())
 
@@ -194,7 +192,7 @@ class Checkpoints:
             with ThreadPoolExecutor(DOWNLOADS) as pool:
                 list(pool.map(download, files))
         except (MissingFileError, DamagedFileError) as error:
-            raise DamagedCheckpointError(self.where(name), str(error)) from error
+            raise damaged(self.where(name), error) from error
 
     def _listed(self) -> dict[str, set[str]]:
         # The files of each checkpoint, with or without a manifest, oldest first.
@@ -224,9 +222,9 @@ class FilesBeside:
         """Upload the files and remove deleted ones from the store; only log a failure."""
         try:
             here = {
-                f.relative_to(self.run).as_posix()
+                path.relative_to(self.run).as_posix()
                 for pattern in self.patterns
-                for f in self.run.glob(pattern)
+                for path in self.run.glob(pattern)
             }
             for name in sorted(here):
                 # The training replaces its evaluations meanwhile.
@@ -242,8 +240,8 @@ class FilesBeside:
 
     def fetch(self) -> None:
         """Download the files of the store into the run's folder."""
-        for name in (name for each in self.patterns for name in self.storage.names(each)):
-            if ".." in name.split("/"):
-                continue
-            write_whole(self.run / name, self.storage.read_whole(name))
-            self._sent.add(name)
+        for pattern in self.patterns:
+            for name in self.storage.names(pattern):
+                if ".." not in name.split("/"):
+                    write_whole(self.run / name, self.storage.read_whole(name))
+                    self._sent.add(name)

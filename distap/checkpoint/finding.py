@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_all, on_rank_0
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
-from distap.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
+from distap.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError, damaged
 from distap.errors import DistapError, logger
 from distap.storage.files import Storage
 from distap.storage.locations import parse_store, scheme_of
@@ -17,10 +17,10 @@ from distap.world import World
 
 @contextmanager
 def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpoint]:
-    """Open and verify the checkpoint that a path or URL names. Downloaded files are removed on
-    leaving.
+    """Open and verify the checkpoint that a path or URL names.
 
-    A store is reached with the credentials and settings of the environment.
+    A store is reached with the credentials and settings of the environment. Downloaded files are
+    removed on leaving.
 
     Args:
         where: a run (its newest undamaged checkpoint is taken), or one of its checkpoints.
@@ -31,25 +31,24 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
     url = str(where).rstrip("/")
     run = parse_store(url) if scheme_of(url) else str(Path(url).absolute())
     parent, _, name = run.rpartition("/")
-    is_named = NAME.fullmatch(name) is not None
-    if is_named:
+    is_one = best
+    if NAME.fullmatch(name):
+        is_one = True
         run, _, folder = parent.rpartition("/")
         checkpoints = Checkpoints(Storage(run or "/"), folder)
-        names = (
-            [name]
-            if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir()
-            else []
-        )
+        is_listed = name in checkpoints.names()
+        names = [name] if is_listed or not checkpoints.is_on_disk or Path(url).is_dir() else []
     else:
         checkpoints = Checkpoints(Storage(run))
-        names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
+        names = [*filter(None, checkpoints.best()[1:])] if best else checkpoints.names()
     if not names:
         expected = "; expected a run or its checkpoint (distap.load takes an export)"
         lacking = " has been evaluated; data.validation asks for it" if best else expected
-        raise DistapError(f"{url}: no checkpoint there{lacking}")
+        raise DistapError("checkpoint.none", f"{url}: no checkpoint there{lacking}")
+
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         download = Path(temporary, checkpoints.folder, names[-1])
-        if is_named or best:
+        if is_one:
             yield _verified(checkpoints, names[0], download, World())
         else:
             yield _newest(checkpoints, names, download, World())
@@ -59,8 +58,7 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
 def newest_checkpoint(
     checkpoints: Checkpoints, spool: Path, world: World
 ) -> Iterator[Checkpoint | None]:
-    """Find the newest checkpoint of a run that is undamaged on all ranks; None if the run has no
-    checkpoint.
+    """Find the newest undamaged checkpoint of a run; None if the run has no checkpoint.
 
     All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of
     each host downloads the files into the folder `spool`; they are removed when all ranks leave.
@@ -69,7 +67,7 @@ def newest_checkpoint(
         DistapError: all checkpoints are damaged.
     """
     # A network file system may show other hosts an old listing for a while.
-    names = on_all(world, checkpoints.names, mine=world.rank == 0)[0]
+    names = on_rank_0(world, checkpoints.names)
     if not names:
         yield None
         return
@@ -92,8 +90,11 @@ def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: W
             problems.append(str(error))
         if world.rank == 0:
             logger.warning("%s; trying the one before", problems[-1])
-    reason = f"none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}"
-    raise DistapError(f"{checkpoints.storage.base}: {reason}. To train anew, remove them")
+    raise DistapError(
+        "checkpoint.all_damaged",
+        f"{checkpoints.storage.base}: none of the {len(problems)} checkpoints can be used; the"
+        f" newest: {problems[0]}. To train anew, remove them",
+    )
 
 
 def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World) -> Checkpoint:
@@ -113,14 +114,13 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
                 checkpoints.fetch(name, [*names, MANIFEST_FILE], folder)
             except OSError as error:
                 raise DistapError(
-                    f"{folder}: no checkpoint can be downloaded to there: {error}; see run"
+                    "checkpoint.not_downloaded",
+                    f"{folder}: no checkpoint can be downloaded to there: {error}; see run",
                 ) from error
         for file in names:
-            told = manifest.files[file].difference(folder / file, MANIFEST_FILE)
-            if told:
-                raise DamagedCheckpointError(
-                    where, f"{file} is not the file that was written: {told}"
-                )
+            damage = manifest.files[file].difference(folder / file, MANIFEST_FILE)
+            if damage:
+                raise damaged(where, f"{file} is not the file that was written: {damage}")
 
-    on_all(world, verify, mine=is_on_disk or world.local_rank == 0)
+    on_all(world, verify, takes_part=is_on_disk or world.local_rank == 0)
     return Checkpoint(folder, checkpoints.manifest(name), where)

@@ -1,10 +1,10 @@
 """The lease of a run: only one training at a time writes into its folder and its store.
 
-RUN/lease.json, or lease.json in checkpoint.store      host, process and time of the training here
+    RUN/lease.json, or lease.json in checkpoint.store      host, process and time of the training
 
 Rank 0 creates the file, which only one of several trainings can, and renews it. A second training
 is refused, unless the first is gone: its process on this host has ended, or it does not renew its
-lease while the second waits. A person who knows more says so with --take-over.
+lease while the second waits. A person who knows that it is gone starts with --take-over.
 """
 
 import json
@@ -31,10 +31,13 @@ TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-
 
 
 class Lease:
-    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes
-    call `key`.
+    """Lock a run against other trainings, on rank 0.
 
-    `holder` and `remedy` are what an error calls the other process, and what to do if that is gone.
+    Args:
+        key: name of the place in recipes.
+        place: storage of the run's checkpoints.
+        holder: name of the other process in errors.
+        remedy: advice of errors if the other process is gone.
     """
 
     def __init__(
@@ -50,15 +53,17 @@ class Lease:
         self._remedy = remedy
         self.problem = ""  # why this training may no longer write
         self._own: dict[str, Any] = {
-            **{"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())},
-            **{"training": uuid.uuid4().hex, "started": time.time()},
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": _process(os.getpid()),
+            "training": uuid.uuid4().hex,
+            "started": time.time(),
         }
         self._ended = Event()
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
 
     def take(self) -> str:
-        """Take the lease and return its name; if another training holds it, see first whether it
-        renews the lease.
+        """Take the lease and return its name, once no other training holds it.
 
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
@@ -69,9 +74,7 @@ class Lease:
         return str(self._own["training"])
 
     def require_writable(self) -> None:
-        """Raise a DistapError if no lease could be written, whoever holds it; only writing shows
-        that.
-        """
+        """Write another file, to raise a DistapError if no lease could be written by anybody."""
         self._create("dry-run")
         self._place.remove("dry-run")
 
@@ -80,17 +83,16 @@ class Lease:
             return self._place.create(file, self._text())
         except MissingFileError as error:
             raise DistapError(
-                f"{self._key}: {self._place.base}: its bucket does not exist"
+                "storage.no_bucket", f"{self._key}: {self._place.base}: its bucket does not exist"
             ) from error
 
     def require_seen(self, training: str) -> None:
-        """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that
-        rank 0 took.
-        """
+        """Raise a DistapError unless rank 0 took its lease where this rank writes checkpoints."""
         if (_read(self._place) or {}).get("training") != training:
-            base = self._place.base
             raise DistapError(
-                f"{self._key}: {base}: not the place of rank 0: all hosts need the same one"
+                "run.places_differ",
+                f"{self._key}: {self._place.base}: not the place of rank 0: all hosts need the same"
+                " one",
             )
 
     def release(self) -> None:
@@ -103,33 +105,38 @@ class Lease:
                 self._place.remove(FILE)
 
     def _displace(self) -> None:
-        """Remove the lease of a training that has ended; raise a DistapError as soon as it proves
-        to run.
+        """Remove the lease of a training that has ended.
+
+        Raises:
+            DistapError: the training proves to run.
         """
         place = self._place
         other = _read(place)
         since = time.monotonic()
-        while other is not None and not (gone := self._gone(other, time.monotonic() - since)):
-            # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
+        while other is not None:
             now = _read(place)
             if now is None:
                 return
+            reason = self._why_gone(other, time.monotonic() - since)
+            if reason:
+                if now == other:  # no third training has been faster
+                    text = "%s: taking over the lease of %s: %s"
+                    logger.warning(text, place.base, _named(other), reason)
+                    place.remove(FILE)
+                return
+            # A change of the file is surer than the time in it: two hosts' clocks may differ.
             if self._is_of_this_host(other) or now != other:
                 raise DistapError(
+                    "run.in_use",
                     f"{self._key}: {place.base}: another {self._holder} runs here: {_named(other)}."
                     f" Stop it or wait for its end, or choose another {self._key}; if you know that"
-                    f" it is gone, {self._remedy}"
+                    f" it is gone, {self._remedy}",
                 )
             logger.info("%s: waiting to see whether %s still runs", place.base, _named(other))
             time.sleep(RENEW_SECONDS / 4)
-        if other is not None and _read(place) == other:  # no third training has been faster
-            logger.warning("%s: taking over the lease of %s: %s", place.base, _named(other), gone)
-            place.remove(FILE)
 
-    def _gone(self, other: Mapping[str, Any], watched_seconds: float) -> str:
-        """Return how we know that the training which holds another lease has ended; "" if it may
-        still run.
-        """
+    def _why_gone(self, other: Mapping[str, Any], watched_seconds: float) -> str:
+        """Return why the holder of another lease must have ended; "" if it may still run."""
         if TAKE_OVER in os.environ:
             return "asked for by --take-over"
         if self._is_of_this_host(other):
@@ -156,12 +163,10 @@ class Lease:
             try:
                 other = _read(self._place)
                 if other and not self._is_own(other):
-                    taken = (
-                        f"another training has taken over: {_named(other)}, since this one did not"
-                        " renew"
-                    )
                     self.problem = (
-                        f"{self._key}: {self._place.base}: {taken} {FILE} in time; it goes on alone"
+                        f"{self._key}: {self._place.base}: another training has taken over:"
+                        f" {_named(other)}, since this one did not renew {FILE} in time; it goes on"
+                        " alone"
                     )
                     return
                 self._place.write(FILE, self._text())

@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: size and SHA-256 of each file, so that damage is found before
-anything is loaded.
+"""The manifest of a checkpoint: size and SHA-256 of each file, so that no damaged one is loaded.
 
 Neither torch.distributed.checkpoint nor safetensors has checksums: a file with flipped bits loads
-without an error. Tensors are safetensors, each or its shards written once by one of the ranks;
-reading them runs no code.
+without an error. Tensors are safetensors: reading them runs no code. One of the ranks writes each
+tensor or shard of one.
 """
 
 import hashlib
@@ -41,17 +40,17 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
 MANIFEST_FORMAT = 3
-# of a rank's tensors that safetensors holds in memory before they are written
+# Copies of a rank's tensors that safetensors holds in memory before it writes them.
 SERIALIZED_COPIES = 2
 
 
 class DamagedCheckpointError(DistapError):
-    """Raised when a checkpoint's files differ from those written; takes checkpoint and damage, or
-    one text.
-    """
+    """Raised when a checkpoint's files differ from those written."""
 
-    def __init__(self, *parts: object) -> None:
-        super().__init__(": damaged checkpoint: ".join(map(str, parts)))
+
+def damaged(where: object, damage: object) -> DamagedCheckpointError:
+    """Return the error of the checkpoint at a path or URL."""
+    return DamagedCheckpointError("checkpoint.damaged", f"{where}: damaged checkpoint: {damage}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Manifest:
     step: int  # number of steps done
     ranks: int  # that wrote it
     files: dict[str, FileIdentity]
-    # fingerprint of the data, version of the order of batches
+    # Fingerprint of the data, and version of the order of batches.
     about: dict[str, Any] = field(default_factory=dict)
     score: float | None = None  # validation mAP of this state, if it was evaluated
 
@@ -81,40 +80,35 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         content = parsed_json(text)
         del content["sha256"]
         if _text(content) != text:  # any other byte is damage, in white space as well
-            raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")
+            raise damaged(where, f"{MANIFEST_FILE} is not the file that was written")
         written = content.pop("format")
         if written != MANIFEST_FORMAT:
-            remedy = (
-                "go on with the version of distap that wrote it, or move this checkpoint elsewhere"
-            )
             raise DistapError(
-                f"{where}: format {written!r} of checkpoints, expected {MANIFEST_FORMAT}: {remedy}"
+                "checkpoint.other_version",
+                f"{where}: format {written!r} of checkpoints, expected {MANIFEST_FORMAT}: go on"
+                " with the version of distap that wrote it, or move this checkpoint elsewhere",
             )
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
-        # The names become paths, so that others than a checkpoint's could lead anywhere.
+        # The names become paths, which could lead anywhere.
         foreign = sorted(name for name in files.keys() - {STATE_FILE} if not SHARD.fullmatch(name))
         if foreign or STATE_FILE not in files:
-            raise DamagedCheckpointError(
+            raise damaged(
                 where, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}"
             )
         return Manifest(files=files, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(
-            where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}"
-        ) from error
+        raise damaged(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
 
 
 def _text(content: dict[str, Any]) -> str:
-    # The one way of formatting a manifest, its own checksum included, that counts as undamaged.
+    # A manifest of any other form counts as damaged. Its own checksum is part of it.
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": checksum}, indent=2, sort_keys=True) + "\n"
 
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Ignore torch's warning that it has no process group, also where the caller makes warnings
-    errors.
-    """
+    """Ignore torch's warning of no process group, which a caller may turn into an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -122,19 +116,22 @@ def _alone_on_purpose() -> Iterator[None]:
 
 class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; raise a MemoryError before safetensors would, which ends the
-        process.
+        """Write this rank's part.
+
+        Raises:
+            MemoryError: too little memory for safetensors, which would end the process.
         """
-        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-        size = sum(
-            tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors
+        needed = SERIALIZED_COPIES * sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in plan.items
+            if item.tensor_data is not None
         )
         try:
-            np.empty(SERIALIZED_COPIES * size, np.uint8)  # reserved and given back
+            np.empty(needed, np.uint8)  # reserved and given back
         except MemoryError as error:
-            needed = f"{SERIALIZED_COPIES * size / 1e6:,.1f} MB"
             raise MemoryError(
-                f"memory ran out: writing a checkpoint takes {needed} next to the tensors"
+                f"memory ran out: writing a checkpoint takes {needed / 1e6:,.1f} MB next to the"
+                " tensors"
             ) from error
         return super().write_data(plan, planner)
 
@@ -145,15 +142,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> 
     Raises:
         OSError: on all ranks, if any rank cannot write.
     """
-    writer = _Writer(str(folder), save_distributed=True)
-    is_alone = world.group is None
     try:
         with _alone_on_purpose():
             save(
                 dict(tensors),
-                storage_writer=writer,
+                storage_writer=_Writer(str(folder), save_distributed=True),
                 process_group=world.group,
-                no_dist=is_alone,
+                no_dist=world.group is None,
             )
     except CheckpointException as error:  # a BaseException, which carries the errors of all ranks
         causes = (f"{world.called(rank)}: {cause[0]}" for rank, cause in error.failures.items())
@@ -169,25 +164,29 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
     # The reader opens all shards that it finds, so none may lie there that was not verified.
     foreign = {path.name for path in folder.glob("*.safetensors")}.difference(files)
     if foreign:
-        raise DamagedCheckpointError(folder, f"{min(foreign)} is not in its manifest")
+        raise damaged(folder, f"{min(foreign)} is not in its manifest")
     try:
         reader = HuggingFaceStorageReader(str(folder))
         room = sum((folder / name).stat().st_size for name in files if SHARD.fullmatch(name))
-        tensors = {}
-        for name, stored in reader.read_metadata().state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata) or not name.startswith(prefix):
-                continue
-            size = stored.size.numel() * stored.properties.dtype.itemsize
-            if size > room:  # before memory is allocated for it
-                raise ValueError(f"{name} is to have {size:,} bytes, more than all files together")
-            tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        tensors = {
+            name: _allocate(name, stored, room)
+            for name, stored in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and name.startswith(prefix)
+        }
         # Each rank reads what it needs from the same files, so the ranks have nothing to agree on.
         with _alone_on_purpose():
             load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise DamagedCheckpointError(
-            folder, "; ".join(str(one[0]) for one in error.failures.values())
-        ) from error
+        causes = "; ".join(str(cause) for cause, *_ in error.failures.values())
+        raise damaged(folder, causes) from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise DamagedCheckpointError(folder, str(error)) from error
+        raise damaged(folder, error) from error
     return tensors
+
+
+def _allocate(name: str, stored: TensorStorageMetadata, room: int) -> Tensor:
+    """Allocate a stored tensor, unless it claims more than the `room` bytes of all files."""
+    size = stored.size.numel() * stored.properties.dtype.itemsize
+    if size > room:
+        raise ValueError(f"{name} is to have {size:,} bytes, more than all files together")
+    return torch.empty(stored.size, dtype=stored.properties.dtype)

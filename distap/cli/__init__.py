@@ -16,16 +16,19 @@ from distap.cli.tune import tune_command
 
 app = App()
 for command in (
-    *(
-        init_command,
-        recipes_command,
-        config_command,
-        train_command,
-        tune_command,
-        eval_command,
-        extract_command,
-    ),
-    *(export_command, whiten_command, index_command, search_command, serve_command, report_command),
+    init_command,
+    recipes_command,
+    config_command,
+    train_command,
+    tune_command,
+    eval_command,
+    extract_command,
+    export_command,
+    whiten_command,
+    index_command,
+    search_command,
+    serve_command,
+    report_command,
 ):
     app.command(command.__name__.removesuffix("_command"))(command)
 app.add_typer(data, name="data")

@@ -4,7 +4,7 @@ import csv
 import io
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distap.data.shards.image_folders import Skipped
     from distap.data.shards.index import Index
 
-SHOWN = 5  # classes that are named
+SHOWN = 5  # classes whose names are printed
 
 data = App(help="Convert, pack, index, check and count images.")
 
@@ -71,23 +71,26 @@ def convert_command(
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
-    """Convert a published benchmark data set, as downloaded from its authors, into shards in
-    OUTPUT/SPLIT.
+    """Convert a published data set, as downloaded from its authors, into shards in OUTPUT/SPLIT.
 
     docs/guides/data-sets.md lists the data sets; docs/guides/data-set-files.md names the files
     to download, where to put them, and their licences. Listed images that are missing are counted.
     """
     from distap.data.converters import convert
 
-    layout: dict[str, Any] = {
-        "images_per_shard": images_per_shard,
-        "shuffle": shuffle,
-        "workers": workers,
-    }
-    converted = convert(name, source, output, only=split or (), track=track, **layout)
-    for part, (index, _) in converted.items():
-        _print_indexed(output / part, index)
-    _print_left_out([skipped for _, others in converted.values() for skipped in others], left_out)
+    converted = convert(
+        name,
+        source,
+        output,
+        only=split or (),
+        track=track,
+        images_per_shard=images_per_shard,
+        shuffle=shuffle,
+        workers=workers,
+    )
+    for name_of_split, (index, _) in converted.items():
+        _print_indexed(output / name_of_split, index)
+    _print_left_out([file for _, skipped in converted.values() for file in skipped], left_out)
 
 
 @data.command("pack")
@@ -122,22 +125,31 @@ def pack_command(
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
 
-    layout: dict[str, Any] = {"shuffle": shuffle, "workers": workers}
-    named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
+    renamed = dict(_column(text) for text in columns.split(",")) if columns else {}
     if (columns and source.is_dir()) or (nested and source.is_file()):
-        raise DistapError(f"{source}: --columns is for lists, --nested for folders")
-    listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
+        raise DistapError(
+            "command.conflict", f"{source}: --columns is for lists, --nested for folders"
+        )
+    listing = list_images(source, nested, renamed)
     if split is not None:
-        if any(image.part for image in listing.images):
+        if any(image.split for image in listing.images):
             raise DistapError(
-                f"{source}: its columns say how it is split; leave --split out, or the column"
+                "command.conflict",
+                f"{source}: its columns say how it is split; leave --split out, or the column",
             )
         listing = listing.halves(split)
-    parts = listing.by_part()
-    packed = pack_parts(parts, output, images_per_shard, track, **layout)
-    for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
-        _print_indexed(output / name, index, {image.class_name for image in part.images})
-    _print_left_out([skipped for _, others in packed for skipped in others], left_out)
+
+    listings = listing.by_part()
+    packed = pack_parts(listings, output, images_per_shard, track, shuffle=shuffle, workers=workers)
+    for (name, images), (index, _) in zip(listings.items(), packed, strict=True):
+        _print_indexed(output / name, index, {image.class_name for image in images.images})
+    _print_left_out([file for _, skipped in packed for file in skipped], left_out)
+
+
+def _column(text: str) -> tuple[str, str]:
+    """Return what a column means, and its name in the list, of MEANING=NAME."""
+    meaning, _, name = text.partition("=")
+    return meaning.strip(), name.strip()
 
 
 @data.command("index")
@@ -148,28 +160,27 @@ def index_shards_command(
     ] = "",
     workers: WORKERS = CORES,
 ) -> None:
-    """Write the index of existing WebDataset shards: read every byte once and list all damaged
-    tars.
+    """Write the index of existing WebDataset shards, and list all damaged tars.
 
+    Every byte is read once.
     Each sample needs one image and a .cls member with its class number. A file classes.txt next to
     shards may name the classes, one per line: the name and, after tabs, those of the coarser
     classes that hold it, finer first.
     """
     from distap.data.shards.indexing import index_shards
 
-    index, skipped = index_shards(
-        source, track, workers, levels=levels.split(",") if levels else ()
-    )
+    keys = levels.split(",") if levels else ()
+    index, skipped = index_shards(source, track, workers, levels=keys)
     _print_indexed(source, index)
     _print_left_out(skipped)
 
 
 @data.command("check")
 def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
-    """Compare every shard and image with the index, and decode every image; exit status 1 if
-    anything is damaged.
+    """Compare every shard and image with the index, and decode every image.
 
-    The data set is not changed. The check lists damaged or missing shards and continues.
+    The exit status is 1 if anything is damaged. The data set is not changed. The check lists
+    damaged or missing shards and continues.
     """
     from distap.data.loading.reader import check
 
@@ -202,15 +213,13 @@ def stats_command(source: SHARDS, as_json: JSON = False) -> None:
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
-    """Print what a data set holds; warn of expected classes that are missing, and of repeated
-    images.
-    """
+    """Print what a data set holds; warn of missing expected classes and of repeated images."""
     from distap.data.loading.reader import same_bytes
 
     names = index.class_name.tolist()
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{more}")
+    further = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{further}")
     lost = sorted(set(expected) - set(names))
     if lost:
         print_warning(
@@ -218,17 +227,17 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
         )
     pairs = same_bytes(index)
     across = index.label[pairs[:, 0]] != index.label[pairs[:, 1]]
-    for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
-        if len(of_kind):
-            first, second = index.names[of_kind[0]].tolist()
-            such = f"{kind}, by size and CRC-32, such as {first} and {second}"
-            print_warning(f"{source}: {len(of_kind):,} images are {such}")
+    for kind, repeated in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
+        if len(repeated):
+            first, second = index.names[repeated[0]].tolist()
+            print_warning(
+                f"{source}: {len(repeated):,} images are {kind}, by size and CRC-32, such as"
+                f" {first} and {second}"
+            )
 
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
-    """Print one line per reason for leaving files out; write a CSV of the files if an output is
-    given.
-    """
+    """Print a line per reason for leaving files out; write a CSV of the files to an output."""
     from distap.data.shards.image_folders import counted
     from distap.storage.atomic import write_whole
     from distap.storage.texts import as_line
@@ -237,7 +246,7 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
         print_warning(f"left out: {line}")
     if output is not None:
         text = io.StringIO(newline="")
-        csv.writer(text).writerows(
-            [("path", "reason"), *((as_line(name), reason) for name, reason in skipped)]
-        )
+        rows = csv.writer(text)
+        rows.writerow(("path", "reason"))
+        rows.writerows((as_line(name), reason) for name, reason in skipped)
         write_whole(output, text.getvalue())

@@ -48,20 +48,21 @@ def extract_command(
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.loading.reader import ImageSet, open_images
+    from distap.evaluation.describing import describing_of
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
-    from distap.training.build import describing_of, trained_network
+    from distap.training.build import trained_network
     from distap.world import joined_world
 
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for the ranks that it starts
-    if not is_rank and (count := options.ranks_to_start(ranks)) > 1:
-        from distap.launcher import launch
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sets it for the ranks that it starts
+        count = options.ranks_to_start(ranks)
+        if count > 1:
+            from distap.launcher import launch
 
-        raise typer.Exit(
-            launch([f"--nproc-per-node={count}"], "distap.cli", sys.argv[1:], GRACE_SECONDS)
-        )
+            processes = [f"--nproc-per-node={count}"]
+            raise typer.Exit(launch(processes, "distap.cli", sys.argv[1:], GRACE_SECONDS))
     leave_when_asked()
     try:
         with joined_world() as world:
@@ -71,26 +72,20 @@ def extract_command(
             )
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                return describing_of(
-                    recipe, network, world, whitening=whitening
-                ).describer, open_images(source)
+                describing = describing_of(recipe, network, world, whitening=whitening)
+                return describing.describer, open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
-            extraction = Extraction(
-                Describing(describer, world, recipe.data.workers, shown=True), images
-            )
-            written = extract_to_folder(extraction, output)
+            describing = Describing(describer, world, recipe.data.workers, shown=True)
+            written = extract_to_folder(Extraction(describing, images), output)
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
     if world.rank == 0:
-        told = (
-            f"; {count} files left out, see {output / 'about.json'}"
-            if (count := len(written.left_out))
-            else ""
-        )
-        numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
-        print_result(f"{output}: {numbers}{told}")
+        text = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
+        if written.left_out:
+            text += f"; {len(written.left_out)} files left out, see {output / 'about.json'}"
+        print_result(f"{output}: {text}")
 
 
 def whiten_command(
@@ -115,9 +110,9 @@ def whiten_command(
     if path.is_dir():
         path /= WHITENING_FILE
     save_whitening(path, whitening)
-    to, of = whitening.projection.shape
+    after, before = whitening.projection.shape
     print_result(
-        f"{path}: {of} to {to} dimensions, from {len(learned_from):,} descriptors; "
+        f"{path}: {before} to {after} dimensions, from {len(learned_from):,} descriptors; "
         f"apply it with distap extract --whitening {path}"
     )
 
@@ -151,24 +146,26 @@ def index_command(
 
     require_free_for_index(output)
     built = build_index(gallery, kind, search, track)
-    built.about["measured"] = figures = measure_recall(built.index, gallery.descriptors)
+    figures = measure_recall(built.index, gallery.descriptors)
+    built.about["measured"] = figures
     write_index(output, built, gallery)
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
-    told = {
+    summary = {
         "output": str(output),
         "images": count,
         "dimensions": dimensions,
         **built.about["index"],
+        **figures,
+        "bytes": size,
+        "build_seconds": built.about["build_seconds"],
     }
-    told |= {**figures, "bytes": size, "build_seconds": built.about["build_seconds"]}
     if as_json:
-        print_json(told)
+        print_json(summary)
         return
-    print_result(
-        "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}".format(
-            **told
-        ).rstrip(),
+    heading = "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}"
+    measured = (
         "recall@{at} {recall:.4f} of {queries:,} of its images, {bytes:,} bytes, {milliseconds:.3f}"
-        " ms a query, built in {build_seconds:.1f} s".format(**told),
+        " ms a query, built in {build_seconds:.1f} s"
     )
+    print_result(heading.format(**summary).rstrip(), measured.format(**summary))

@@ -1,5 +1,6 @@
 """`distap eval`: measure what a network retrieves."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,9 +81,9 @@ def eval_command(
     as_json: JSON = False,
     whitening: options.WHITENING = None,
 ) -> None:
-    """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each
-    data set.
+    """Print how well a network retrieves, in percent: mAP, mAP@R, R@k and mP@k.
 
+    Each data set is evaluated by its protocol.
     In shards with classes, every image is a query against all others, or against the images of
     --gallery. A folder that `distap data convert` wrote for Revisited Oxford or Paris, or for
     Google Landmarks v2, is evaluated by its ground truth. KEY=VALUE changes the recipe of the
@@ -91,9 +92,10 @@ def eval_command(
     figures from 0 to 1 of each refinement (`plain` is none).
     """
     from distap.checkpoint.agreement import first_on_rank_0
-    from distap.evaluation.sets import evaluate_sets, open_named_sets
+    from distap.evaluation.describing import describing_of
+    from distap.evaluation.sets import evaluate_sets
     from distap.retrieval.refinement import Refinement
-    from distap.training.build import describing_of, trained_network
+    from distap.training.build import trained_network
     from distap.world import joined_world
 
     with joined_world() as world:
@@ -101,23 +103,51 @@ def eval_command(
         recipe, network = trained_network(checkpoint, world, best, overrides or [], trusted=trust)
 
         def opened() -> Any:
-            settings = recipe.data
             describing = describing_of(recipe, network, world, whitening=whitening, shown=True)
             refinement = Refinement(database_augmentation, query_expansion, neighbours, rerank)
-            among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
-            if not data and settings.validation is None:
-                raise DistapError("the recipe has no data.validation: name a data set with --data")
-            if not data and gallery is None and not gallery_draws:
-                among = {name: getattr(settings, name) for name in among}
-            named: Any = data or [parse_source(settings.validation or "")]
-            wanted = figures.replace(",", " ").split() or (
-                () if data else recipe.evaluation.figures
+            names = figures.replace(",", " ").split()
+            sets = _opened_sets(
+                recipe, data or [], distractors or [], gallery, gallery_draws, truth, names
             )
-            sets = open_named_sets(named, distractors or [], figures=wanted, truth=truth, **among)
             return sets, describing, refinement
 
-        found = evaluate_sets(
-            *first_on_rank_0(world, opened), output=output, printed=not as_json, network=checkpoint
+        sets, describing, refinement = first_on_rank_0(world, opened)
+        results = evaluate_sets(
+            sets, describing, refinement, output=output, printed=not as_json, network=checkpoint
         )
         if as_json and world.rank == 0:
-            print_json(found)
+            print_json(results)
+
+
+def _opened_sets(
+    recipe: Any,
+    sources: Sequence[Any],
+    distractors: Sequence[str],
+    gallery: Any,
+    gallery_draws: int,
+    truth: Path | None,
+    figures: Sequence[str],
+) -> Any:
+    """Open the data sets to evaluate on; without sources, the recipe's own with its settings."""
+    from distap.evaluation.sets import open_named_sets
+
+    data = recipe.data
+    if not sources:
+        if data.validation is None:
+            raise DistapError(
+                "evaluation.no_data",
+                "the recipe has no data.validation: name a data set with --data",
+            )
+        sources = [parse_source(data.validation)]
+        figures = figures or recipe.evaluation.figures
+        if gallery is None and not gallery_draws:
+            gallery = data.gallery
+            gallery_draws = data.gallery_draws
+    return open_named_sets(
+        sources,
+        distractors,
+        figures=figures,
+        truth=truth,
+        gallery=gallery,
+        gallery_draws=gallery_draws,
+    )

@@ -27,14 +27,13 @@ def export_command(
     ] = None,
     whitening: WHITENING = None,
 ) -> None:
-    """Write a network for programs without distap: from uint8 pixels to descriptors, with a model
-    card.
+    """Write a network for programs without distap, and a model card.
 
-    The files include normalisation, pooling, whitening and L2. Each program is compared with the
-    checkpoint's network on the CPU, and nothing is written if one differs by more than 1e-4.
-    KEY=VALUE changes the recipe of the network: evaluation.scales=[1,0.7] describes each image at
-    two scales. `--format adapter` writes what training changed, and the name of the base, for
-    distap.load and peft.
+    It maps uint8 pixels to descriptors. The files include normalisation, pooling, whitening and L2.
+    Each program is compared with the checkpoint's network on the CPU, and nothing is written if one
+    differs by more than 1e-4. KEY=VALUE changes the recipe of the network:
+    evaluation.scales=[1,0.7] describes each image at two scales. `--format adapter` writes what
+    training changed, and the name of the base, for distap.load and peft.
     """
     from distap.apps.export.exporting import export_to_folder
 

@@ -1,6 +1,4 @@
-"""What several commands share: options of recipe, ranks and network, -h, results as JSON, refusal
-of URLs.
-"""
+"""Options, arguments and errors of several commands, and the application that takes them."""
 
 import errno
 import gc
@@ -25,14 +23,10 @@ from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error, print_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of a disk that takes no more
-LESS = (
-    "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger"
-    " machine"
-)
 
 
 class LackingMemoryError(DistapError):
-    """Raised if memory ran out where no smaller size is tried; another start may find more."""
+    """Memory ran out where distap tries no smaller size; another start may find more."""
 
     status = FAILED
 
@@ -40,8 +34,9 @@ class LackingMemoryError(DistapError):
 def ranks_to_start(
     asked: str, config: Path | None = None, overrides: Sequence[str] | None = None
 ) -> int:
-    """Return the number of ranks for --ranks; `auto` is one for each GPU, or one without GPUs or
-    for device: cpu.
+    """Return the number of ranks for --ranks.
+
+    `auto` is one for each GPU; without GPUs, or for a recipe with device: cpu, it is 1.
     """
     if asked != "auto":
         if not asked.isdecimal() or int(asked) < 1:
@@ -94,10 +89,8 @@ WHITENING = Annotated[
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run a command line called `name`; print a DistapError without a traceback, since the user can
-    mend it.
-    """
-    # Modules stay: looking for garbage among them at Python's own rate takes an eighth of a start.
+    """Run a command line called `name`; print a DistapError without a traceback."""
+    # At Python's own rate, looking for garbage among modules, which stay, takes 1/8 of a start.
     gc.set_threshold(20_000)
     try:
         command(prog_name=name)
@@ -110,10 +103,15 @@ def run(command: typer.Typer, name: str) -> None:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         if memory_ran_out(error):
-            problem = LackingMemoryError(f"memory ran out: {reason}. {LESS}")
+            problem = LackingMemoryError(
+                "memory.ran_out",
+                f"memory ran out: {reason}. Lower the batch or the images' size, data.workers or"
+                " data.pixels.memory_bytes, or use a larger machine",
+            )
         elif isinstance(error, OSError) and error.errno in FULL:
             problem = DistapError(
-                f"{error.filename or 'the output'}: cannot be written: {error.strerror}"
+                "storage.cannot_write",
+                f"{error.filename or 'the output'}: cannot be written: {error.strerror}",
             )
         else:
             raise
@@ -131,8 +129,7 @@ JSON = Annotated[
 
 
 class CommonCommand(TyperCommand):
-    """A command that refuses URLs in place of folders and files, and a network that is not
-    there."""
+    """A command that refuses URLs in place of paths, and a trained network that does not exist."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -140,18 +137,20 @@ class CommonCommand(TyperCommand):
         self.help = re.sub(r"(?<=\S)\n *(?=\S)", " ", self.help or "")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        left = super().parse_args(ctx, args)
+        remaining = super().parse_args(ctx, args)
         for value in ctx.params.values():
             if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
                 url = str(value).replace(":/", "://", 1)
-                raise DistapError(f"{url}: must be a folder or a file on this machine, not a URL")
-        return left
+                raise DistapError(
+                    "command.url", f"{url}: must be a folder or a file on this machine, not a URL"
+                )
+        return remaining
 
     def invoke(self, ctx: Any) -> Any:
-        # one of several ranks: they would all say so, and rank 0 alone may see the network
+        # Several ranks would all print, and rank 0 alone may see the network.
         if "RANK" in os.environ:
             return super().invoke(ctx)
-        # which most commands load, for seconds
+        # Most commands load torch, for seconds.
         if console.is_terminal and "torch" not in sys.modules:
             console.print(f"{ctx.command_path}: starting ...", style="dim")
         trained = ctx.params.get("checkpoint")
@@ -160,7 +159,8 @@ class CommonCommand(TyperCommand):
 
             if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):
                 raise DistapError(
-                    f"{trained}: no checkpoint there; expected a run or its checkpoint"
+                    "checkpoint.none",
+                    f"{trained}: no checkpoint there; expected a run or its checkpoint",
                 )
         return super().invoke(ctx)
 
@@ -169,11 +169,10 @@ class App(typer.Typer):
     """The command line's application, whose commands take -h."""
 
     def __init__(self, **settings: Any) -> None:
-        context = {"help_option_names": ["-h", "--help"]}
         super().__init__(
             **settings,
             no_args_is_help=True,
-            context_settings=context,
+            context_settings={"help_option_names": ["-h", "--help"]},
             pretty_exceptions_enable=False,
         )
 

@@ -14,7 +14,7 @@ from distap.telemetry.terminal import print_result, print_text, print_warning
 ARCHITECTURE = "Architecture of timm to train."
 WEIGHTS_HELP = "Weights to begin with: timm, random, or a mapping as in a recipe."
 INPUT_SIZE = "Width and height of the network's input, pixels."
-# of the comment that each of distap's recipes begins with
+# Keys of the comment at the head of each of distap's recipes.
 RECIPE_HEAD = ("paper", "data", "expected")
 IMAGES_HELP = (
     "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of"
@@ -40,14 +40,16 @@ def init_command(
     Train it with `distap train recipe.yaml`; change what you know better.
     """
     if output.exists():
-        raise DistapError(f"{output}: there is such a file already; give another --output")
+        raise DistapError(
+            "storage.exists", f"{output}: there is such a file already; give another --output"
+        )
     from distap.apps.advice import look, recipe_for
     from distap.config.reading import load_recipe, parsed_yaml
     from distap.storage.atomic import write_whole
 
     seen = look(images)
     text = recipe_for(seen, str(Path("runs") / output.stem), backbone, weights, image_size)
-    # else all is right, without loading torch
+    # Other values are right, and checking them would load torch.
     if weights not in ("timm", "random") or ":" in (backbone or ""):
         load_recipe(parsed_yaml(text, f"--weights {weights}"), where=f"{output} (not written)")
     write_whole(output, text)

@@ -62,18 +62,18 @@ def search_command(
         set_up_logging(world.rank)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         results = list(searcher.search(queries_from(queries, searcher.index), top))
-    if output is not None:  # before anything is printed, which may fail
+    if output is not None:  # first, since printing may fail
         write_search_page(output, results, searcher.index, open_thumbnails(searcher.index, images))
     if as_json:
-        print_json([_as_json(each) for each in results])
-    for each in results:
-        if each.problem:
-            print_warning(f"{each.name}: {each.problem}")
+        print_json([_as_json(result) for result in results])
+    for result in results:
+        if result.problem:
+            print_warning(f"{result.name}: {result.problem}")
         elif not as_json:
-            print_result(_table(each))
+            print_result(_table(result))
     if output is not None and not as_json:
         print_result(f"page: {output}")
-    if any(each.problem for each in results):
+    if any(result.problem for result in results):
         raise typer.Exit(FAILED)
 
 
@@ -97,33 +97,31 @@ def serve_command(
     serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best, trust=trust)
 
 
-# Typer reads the options from the signature.
-_own = [
-    one for one in signature(serve_command).parameters.values() if one.kind is not one.VAR_KEYWORD
-]
-_limits = [
-    one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings).parameters.values()
-]
-serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-defined]
+# Typer reads the options from the signature, in which those of ServeSettings replace `limits`.
+_arguments = signature(serve_command).parameters.values()
+_limits = signature(ServeSettings).parameters.values()
+serve_command.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        *(argument for argument in _arguments if argument.kind is not argument.VAR_KEYWORD),
+        *(limit.replace(kind=limit.KEYWORD_ONLY) for limit in _limits),
+    ]
+)
 
 
 def _table(result: "Query") -> Table:
-    ranked = enumerate(result.hits, 1)
     rows = [
-        (str(n), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
-        for n, hit in ranked
+        (str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
+        for rank, hit in enumerate(result.hits, 1)
     ]
     return text_table(escape(result.name), "", ("rank", "key", "class", "similarity"), rows)
 
 
 def _as_json(result: "Query") -> dict[str, Any]:
-    ranked = enumerate(result.hits, 1)
     hits = [
-        {"rank": n, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
-        for n, hit in ranked
+        {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
+        for rank, hit in enumerate(result.hits, 1)
     ]
-    return {
-        "query": result.name,
-        "hits": hits,
-        **({"problem": result.problem} if result.problem else {}),
-    }
+    entry: dict[str, Any] = {"query": result.name, "hits": hits}
+    if result.problem:
+        entry["problem"] = result.problem
+    return entry

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from distap.telemetry.terminal import figures_table, print_result, set_up_loggin
 
 REPORT_FOLDER = "Folder to write report.html and summary.json to."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
-DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
+DRY_RUN = "Load data and weights, try a first batch and print the plan, without training."
 
 TAKES_OVER = Annotated[
     bool,
@@ -90,31 +89,9 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
 
     set_up_logging(0, as_results=True)
     recipe = load_recipe(config, overrides)
-    from distap.trainer import Trainer
-    from distap.training.start_checks import check_start, try_first_batch
-    from distap.world import joined_world
+    from distap.training.dry_run import dry_run
 
-    check_start(recipe, ranks)
-    with joined_world(recipe.timeout_seconds, recipe.device) as world:
-        trainer = Trainer(recipe, world, only_check=True)
-        if recipe.checkpoint.store is not None:
-            trainer.state.lease.require_writable()
-        trainer.report.world = replace(world, size=ranks)
-        begin = None if trainer.is_begun else 0
-        trainer.report.begins(
-            begin, trainer.length, trainer.images, trainer.network, list(trainer.sets)
-        )
-        try_first_batch(
-            recipe, trainer.images, trainer.network.dimensions, trainer.step.stages.loss
-        )
-        batch = trainer.images.size
-        pixels = 3 * recipe.data.image_size**2 * -(-batch // ranks)
-        # of all ranks, which each rank gathers
-        descriptors = 4 * trainer.network.dimensions * batch
-        print_result(
-            f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of"
-            " descriptors per step"
-        )
+    dry_run(recipe, ranks)
     print_result(f"{config}: nothing is wrong")
 
 

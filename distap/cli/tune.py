@@ -29,17 +29,19 @@ def tune_command(
     share: Annotated[float, typer.Option(help=SHARE_HELP, min=0.001, max=1)] = 0.1,
     ranks: RANKS = "1",
 ) -> None:
-    """Search for better settings of a recipe: short trainings, judged on a quarter of its training
-    classes.
+    """Search for better settings of a recipe by short trainings.
 
-    Writes a recipe with the best values and the reason for each, and a page about all trials.
+    They are judged on a quarter of its training classes. Writes a recipe with the best values and
+    the reason for each, and a page about all trials.
     """
     set_up_logging(0)
     leave_when_asked()
     try:
         from distap.apps.tune import SPACE_FILE, TUNED, TUNING_PAGE, Tuning
     except ModuleNotFoundError as error:
-        raise DistapError(f"distap tune needs {error.name}: pip install 'distap[tune]'") from error
+        raise DistapError(
+            "package.missing", f"distap tune needs {error.name}: pip install 'distap[tune]'"
+        ) from error
     folder = output or Path("runs") / f"{config.stem}-tune"
     count = ranks_to_start(ranks, config, overrides)
     tuning = Tuning(config, overrides or [], folder, space or folder / SPACE_FILE, share, count)

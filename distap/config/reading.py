@@ -2,9 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import chain, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -18,6 +17,7 @@ from distap.registry import (
     SOURCES,
     WAY_TO_TRUST,
     Builds,
+    Part,
     builds_recorded,
     by_path,
     fields_of,
@@ -26,7 +26,7 @@ from distap.storage.locations import from_folder
 from distap.storage.texts import MOST_TEXT, read_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
-# two of pydantic, and ours
+# Types of errors about unknown keys: two of pydantic, and ours.
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")
 # Right places of keys that users often write elsewhere.
 PLACES = {
@@ -35,99 +35,105 @@ PLACES = {
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
 
-LENGTHS = ("steps", "epochs")  # two ways to say one thing: an override of one replaces the other
+LENGTHS = ("steps", "epochs")  # of which an override of one replaces the other
 R = TypeVar("R", bound=NetworkRecipe)
 Overrides = Sequence[str | Mapping[str, Any]]
-Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 
 
 def load_recipe(
     source: Path | Mapping[str, Any], overrides: Overrides = (), where: str = "recipe"
 ) -> Recipe:
-    """Read a recipe from a YAML file, by name, or from a dict, which messages call `where`; apply
-    overrides in order.
+    """Read a recipe and apply overrides in order.
 
-    An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or
-    nested, in which a dict that has a `name` replaces the part that was chosen before. A
-    DistapError names each wrong key or value with its line in the file.
+    Args:
+        source: a YAML file, the name of a recipe of distap, or a dict.
+        overrides: each a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or
+            nested, in which a dict that has a `name` replaces the part that was chosen before.
+        where: what messages call a dict.
+    Raises:
+        DistapError: it names each wrong key or value with its line in the file.
     """
     settings = changed_settings(source, overrides)
     _refuse_secrets(settings)
     if isinstance(source, Mapping):
-        return _checked(Recipe, settings, lambda key: where)
-    keys = (
-        dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]]
-        for one in overrides
-    )
-    return _checked(Recipe, settings, partial(_place, source, [*chain.from_iterable(keys)]))
+        return _checked(Recipe, settings, where)
+    changed = list[str]()
+    for override in overrides:
+        if isinstance(override, Mapping):
+            changed += dict(by_path(override, "."))
+        else:
+            changed.append(override.split("=")[0])
+    return _checked(Recipe, settings, source, changed)
 
 
 def _refuse_secrets(settings: Mapping[str, Any]) -> None:
-    """Raise a DistapError for a value that names a place with a password: a recipe is recorded,
-    logged and shown.
-    """
+    """Raise a DistapError for a password in a value, since recipes are recorded and logged."""
     for key, value in by_path(settings, "."):
         texts = value if isinstance(value, list | tuple) else [value]
         for text in texts:
             if isinstance(text, str | Path) and holds_secret(str(text)):
                 raise DistapError(
+                    "recipe.secret",
                     f"{key}: {without_secrets(str(text))!r}: credentials in a URL, in front of its"
                     " host or in a query, end up in logs and checkpoints; put them into the"
-                    " environment"
+                    " environment",
                 )
     if re.match(r"\w{2,}:/", str(settings.get("run", ""))):
         raise DistapError(
+            "recipe.run_not_local",
             f"run: {settings['run']}: must be a folder on this machine; checkpoint.store takes"
-            " a URL"
+            " a URL",
         )
 
 
 def changed_settings(source: Path | Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """Return a recipe's settings after overrides, as `load_recipe` reads them, unchecked and
-    without defaults.
-    """
+    """Return a recipe's settings after overrides, unchecked and without defaults."""
     settings = _copied(source) if isinstance(source, Mapping) else _read(recipe_file(source))
     return _overridden(settings, overrides)
 
 
 def is_recipe(source: Path | str) -> bool:
-    """Tell whether a source is a recipe, by its file or by its name, and no run."""
+    """Return whether a source is a recipe, by its file or by its name, and no run."""
     is_ours = not Path(source).exists() and (RECIPES / f"{source}.yaml").is_file()
     return is_ours or Path(source).suffix in (".yaml", ".yml")
 
 
 def recipe_file(config: Path) -> Path:
-    """Return the path of a recipe: `config` itself, or the file of a recipe that distap ships, by
-    its name.
-    """
+    """Return the path of a recipe: `config` itself, or the file of distap's recipe of that name."""
     is_name = len(config.parts) == 1 and not config.suffix
     ours = RECIPES / f"{config}.yaml"
     if is_name and not config.is_file() and ours.is_file():
         return ours
     if config.is_dir():
         raise DistapError(
+            "recipe.folder",
             f"{config}: a folder; a recipe is a YAML file, and `distap init {config}` writes one"
-            " for images"
+            " for images",
         )
-    if not config.exists() and not is_name:
-        raise DistapError(f"{config}: the recipe cannot be read: no such file")
-    if not config.exists():
-        names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
-        raise DistapError(
-            f"{config}: no such file, and no recipe of distap has this name;"
-            f" {suggestion(str(config), names)} `distap recipes` lists them"
-        )
-    return config
+    if config.exists():
+        return config
+    if not is_name:
+        raise DistapError("recipe.not_found", f"{config}: the recipe cannot be read: no such file")
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    raise DistapError(
+        "recipe.not_found",
+        f"{config}: no such file, and no recipe of distap has this name;"
+        f" {suggestion(str(config), names)} `distap recipes` lists them",
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, MOST_TEXT // 64)
     except (OSError, ValueError) as error:
-        raise DistapError(f"{path}: the recipe cannot be read: {error}") from error
+        raise DistapError(
+            "recipe.unreadable", f"{path}: the recipe cannot be read: {error}"
+        ) from error
     settings = parsed_yaml(text, str(path))
     if not isinstance(settings, dict):
-        raise DistapError(f"{path}: expected keys with values, such as `steps: 100`")
+        raise DistapError(
+            "recipe.not_yaml", f"{path}: expected keys with values, such as `steps: 100`"
+        )
     return settings
 
 
@@ -141,59 +147,77 @@ def recorded_recipe(
     """Read the part of a recorded recipe that a trained network needs.
 
     Args:
-        source: what a DistapError about a wrong value names. folder: resolves relative paths in the
-            record; None keeps them as they are. overrides: changes, such as `data.image_size=320`.
-            trusted: take classes that are not distap's; and architectures from hubs and folders, of
-            a whole network too.
+        source: what a DistapError about a wrong value names.
+        folder: resolves relative paths in the record; None keeps them as they are.
+        overrides: changes, such as `data.image_size=320`.
+        trusted: take classes that are not distap's; and architectures from hubs and folders, of a
+            whole network too.
     """
     # Random weights, since trained tensors replace them, and the pretrained ones may not be there
     # any more.
-    kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
+    recorded: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
     for name, section in (("data", ImagesSection), ("evaluation", DescribingSection)):
-        kept[name] = {
+        recorded[name] = {
             key: value for key, value in settings.get(name, {}).items() if key in fields_of(section)
         }
-    for key in ("validation", "gallery"):
-        if (
-            kept["data"].get(key)
-            and folder not in (None, str(Path.cwd()))
-            and Path(str(folder)).is_dir()
-        ):
-            kept["data"][key] = from_folder(kept["data"][key], str(folder))
-    recipe = _checked(
-        NetworkRecipe, _overridden(kept, overrides), lambda key: source, builds_recorded(trusted)
-    )
+    images = recorded["data"]
+    if folder is not None and folder != str(Path.cwd()) and Path(folder).is_dir():
+        for key in ("validation", "gallery"):
+            if images.get(key):
+                images[key] = from_folder(images[key], folder)
+    settings_of_network = _overridden(recorded, overrides)
+    recipe = _checked(NetworkRecipe, settings_of_network, source, builds=builds_recorded(trusted))
     architecture = recipe.model.architecture
-    # Of a base, as of peft's adapters, tensors are read elsewhere in any case; of a whole network,
-    # nothing need be.
+    # The tensors of a base, as of peft's adapters, are read elsewhere in any case; those of a whole
+    # network stand next to the record.
     if not trusted and settings.get("base") is None and architecture.startswith(SOURCES):
         raise DistapError(
+            "network.untrusted",
             f"{source}: model.backbone: its record has the architecture read from {architecture};"
-            f" if you trust who wrote it, say so by {WAY_TO_TRUST}"
+            f" if you trust who wrote it, say so by {WAY_TO_TRUST}",
         )
     return recipe
 
 
-def _place(source: Path, changed: Sequence[str], key: str) -> str:
-    """Name a recipe's file, with the line of `key` or its section unless an override has set it."""
-    if any(f"{key}.".startswith(f"{each}.") for each in changed):
+def _place(source: Path | str, changed: Sequence[str], key: str) -> str:
+    """Name a recipe, and the line of `key` or its section in a file unless an override has set it.
+
+    A text names a recipe that is no file.
+    """
+    is_changed = any(f"{key}.".startswith(f"{override}.") for override in changed)
+    if is_changed or isinstance(source, str):
         return str(source)
     line = line_of(recipe_file(source).read_text("utf-8"), key.split("."))
     return f"{source}:{line}" if line else str(source)
 
 
 def _checked(
-    kind: type[R], settings: dict[str, Any], where: Place, builds: Builds = lambda part: True
+    kind: type[R],
+    settings: dict[str, Any],
+    source: Path | str,
+    changed: Sequence[str] = (),
+    builds: Builds | None = None,
 ) -> R:
+    """Validate settings and build their parts, or only those for which `builds` is true.
+
+    A DistapError names `source`, with the lines of wrong keys but for those `changed` by overrides.
+    """
     try:
-        # First without the classes of parts, which take seconds to import, so that a typo is told
+        # First without the classes of parts, which take seconds to import, so that a typo is found
         # at once.
-        kind.model_validate(settings, context=lambda part: False)
+        kind.model_validate(settings, context=_builds_none)
         return kind.model_validate(settings, context=builds)
     except ValidationError as error:
         problems = problems_of(_as_written(dict(item), settings, kind) for item in error.errors())
-        told = [f"{where(each.partition(':')[0])}: {without_secrets(each)}" for each in problems]
-        raise DistapError("\n".join(told)) from error
+        lines = [
+            f"{_place(source, changed, problem.partition(':')[0])}: {without_secrets(problem)}"
+            for problem in problems
+        ]
+        raise DistapError("recipe.value", "\n".join(lines)) from error
+
+
+def _builds_none(part: Part) -> bool:
+    return False
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +238,8 @@ def _overridden(settings: dict[str, Any], overrides: Overrides) -> dict[str, Any
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise DistapError(
-                f"override {override!r}: expected key=value, such as optimizer.learning_rate=1e-4"
+                "recipe.override",
+                f"override {override!r}: expected key=value, such as optimizer.learning_rate=1e-4",
             )
         *parents, last = key.split(".")
         value = parsed_yaml(text, f"override {override!r}", comments=False)
@@ -233,7 +258,7 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
         is_sum = (
             last == "loss" and isinstance(value, Mapping) and value.keys() & REGISTRY["loss"].keys()
         )
-        is_section = isinstance(value, Mapping) and all(isinstance(each, str) for each in value)
+        is_section = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
         if is_section and "name" not in value and not is_sum:
             _merge(_section(section, [last], key), value)
         else:
@@ -249,66 +274,69 @@ def _section(settings: dict[str, Any], parents: Sequence[str], override: str) ->
             settings[parent] = {"name": settings[parent]}
         settings = settings[parent]
         if not isinstance(settings, dict):
-            raise DistapError(f"override {override!r}: {parent} is a value, it has no keys")
+            raise DistapError(
+                "recipe.override", f"override {override!r}: {parent} is a value, it has no keys"
+            )
     return settings
 
 
 def _as_written(
     error: dict[str, Any], settings: dict[str, Any], kind: type[NetworkRecipe]
 ) -> dict[str, Any]:
-    """Return an error of pydantic with the keys of the recipe, and with a hint if a key is
-    unknown."""
-    keys = _written_keys(error["loc"], settings)
+    """Return an error of pydantic with the recipe's keys, and a hint if a key is unknown."""
+    keys = _written_keys(list(error["loc"]), settings)
+    written = {**error, "loc": keys}
     if error["type"] not in UNKNOWN_KEY:
-        return {**error, "loc": keys}
-    known = _known_beside(keys, kind)
-    hint = ""
+        return written
+    known = _sibling_keys(keys, kind)
     if keys[-1] in PLACES:
         hint = f"did you mean {PLACES[keys[-1]]}?"
     elif error["type"] != "unknown_key" or difflib.get_close_matches(keys[-1], known):
         hint = suggestion(keys[-1], known)
-    told = {"type": "unknown_key", "msg": f"unknown key; {hint}"} if hint else {}
-    return {**error, "loc": keys, **told}
+    else:
+        return written
+    return {**written, "type": "unknown_key", "msg": f"unknown key; {hint}"}
 
 
-def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:
-    """Convert pydantic's location to the recipe's keys: without tags of unions, terms of a sum by
-    name.
-    """
-    loc = list(location)
+def _written_keys(location: list[int | str], settings: dict[str, Any]) -> list[str]:
+    """Convert pydantic's location to the recipe's keys, without the tags of unions."""
     loss = settings.get("loss")
-    if loc[:2] == ["loss", "terms"] and isinstance(loss, dict) and "terms" not in loss:
-        number, place, *rest = loc[2:]
-        return ["loss", str(list(loss)[int(number)]), *(map(str, rest) if place else ["weight"])]
+    is_of_term = location[:2] == ["loss", "terms"]
+    if is_of_term and isinstance(loss, dict) and "terms" not in loss:
+        # {sup_ap: 0.5, ...} was read as terms: pairs of a weight (0) and a loss (1).
+        number, place, *keys_of_term = location[2:]
+        name = str(list(loss)[int(number)])
+        return ["loss", name, *(map(str, keys_of_term) if place else ["weight"])]
     keys: list[str] = []
-    here: Any = settings
-    for part in loc:
-        if isinstance(here, dict) and (
-            part in here or (part == loc[-1] != "chosen" and "[" not in str(part))
-        ):
-            keys.append(str(part))
-            here = here.get(part)
-        elif isinstance(here, list) and isinstance(part, int):
-            keys.append(str(part))
-            here = here[part] if part < len(here) else None
+    section: Any = settings
+    for key in location:
+        # A key that is missing comes last; so may tags, such as `chosen` and `list[str]`.
+        is_missing = key == location[-1] != "chosen" and "[" not in str(key)
+        if isinstance(section, dict) and (key in section or is_missing):
+            keys.append(str(key))
+            section = section.get(key)
+        elif isinstance(section, list) and isinstance(key, int):
+            keys.append(str(key))
+            section = section[key] if key < len(section) else None
     return keys
 
 
-def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
-    """Return the known keys of the section that contains the last of `keys`; none of a part that
-    has a name.
-    """
+def _sibling_keys(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
+    """Return the known keys of the section of the last of `keys`; none in a part with a name."""
     section: Any = kind
     for key in keys[:-1]:
         field = getattr(section, "model_fields", {}).get(key)
-        inside = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        section = next((one for one in inside if isinstance(one, type) and fields_of(one)), None)
+        types = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        section = next(
+            (member for member in types if isinstance(member, type) and fields_of(member)), None
+        )
     return fields_of(section) if section else []
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases, whose few lines can stand for billions of values, nor
-    any key twice.
+    """PyYAML's safe loader, which refuses aliases and keys that stand twice.
+
+    A few lines of aliases can stand for billions of values.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -320,53 +348,48 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        known = set[tuple[str, str]]()
+        seen = set[tuple[str, str]]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in known:
+            if (key.tag, key.value) in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
                 )
-            known.add((key.tag, key.value))
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
 def parsed_yaml(text: str, where: str, comments: bool = True) -> Any:
     """Parse YAML; a DistapError names `where` and the place in the text.
 
-    Without `comments`, as on a command line, a text in which one begins is refused: `run=runs/exp
-    #1`.
+    Without `comments`, as on a command line, refuse a text that has one, such as `run=runs/exp #1`.
     """
     try:
         tokens = [] if comments else list(yaml.scan(text, _Loader))
         if any(
-            "#" in text[one.end_mark.index : then.start_mark.index]
-            for one, then in pairwise(tokens)
+            "#" in text[token.end_mark.index : following.start_mark.index]
+            for token, following in pairwise(tokens)
         ):
             raise DistapError(
-                f"{where}: a comment within a value; put quotes around the text that holds #"
+                "recipe.comment_in_value",
+                f"{where}: a comment within a value; put quotes around the text that holds #",
             )
         return yaml.load(text, _Loader)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: such as of the date 2026-02-31
+    # A ValueError comes from a date such as 2026-02-31.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DistapError(
-            f"{where}: not valid YAML: {str(error) or type(error).__name__}"
+            "recipe.not_yaml", f"{where}: not valid YAML: {str(error) or type(error).__name__}"
         ) from error
 
 
 def line_of(text: str, keys: Sequence[str]) -> int:
-    """Return the line, from 1, of the innermost of these nested keys that the text has; 0 if it has
-    none.
-    """
+    """Return the line, from 1, of the innermost of these nested keys in a text; 0 if none is."""
     node = yaml.compose(text, _Loader)
     line = 0
     for key in keys:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        found = next((pair for pair in pairs if pair[0].value == key), None)
-        if found is None:
+        at_key = [pair for pair in pairs if pair[0].value == key]
+        if not at_key:
             break
-        line = found[0].start_mark.line + 1
-        node = found[1]
+        line = at_key[0][0].start_mark.line + 1
+        node = at_key[0][1]
     return line

@@ -1,6 +1,4 @@
-"""The recipe of a training: its sections about images, all sections together, and their short
-forms.
-"""
+"""The recipe of a training: the sections about images, and all sections together."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,14 +85,12 @@ class DataSection(ImagesSection):
 
     @property
     def sizes(self) -> list[tuple[float, int]]:
-        """Return sizes of training images, each with the share of the steps from which it holds,
-        from 0 on.
-        """
+        """Sizes of training images, each with the share of the steps from which it holds."""
         return sorted(({0.0: self.image_size} | self.image_sizes).items())
 
     @property
     def is_described(self) -> bool:
-        """Tell whether descriptors stand for the training images."""
+        """Whether descriptors stand for the training images."""
         return self.train_source.kind == "described"
 
 
@@ -123,9 +119,7 @@ class DescribingSection(Section):
 
 
 class EvaluatedSet(Section):
-    """A data set to evaluate on next to data.validation, with its images scaled alike unless a key
-    here differs.
-    """
+    """A data set to evaluate on next to data.validation, scaled alike unless a key differs."""
 
     data: str
     """Shards, or a folder with a ground truth that `distap data convert` wrote."""
@@ -160,9 +154,7 @@ class EvaluationSection(DescribingSection):
 
 
 class NetworkRecipe(Section):
-    """The part of a recipe that a trained network needs: its construction, and the size of its
-    images.
-    """
+    """The part of a recipe that a trained network needs: its construction and its images."""
 
     seed: NonNegativeInt = 0
     """Seed of everything random: weights, batches, augmentation."""
@@ -219,8 +211,9 @@ class Recipe(NetworkRecipe):
 
     @property
     def keep(self) -> int | Literal["auto"]:
-        """Number of micro-batches that keep their graph; of a frozen backbone, as many as fit, and
-        all are small.
+        """Number of micro-batches that keep their graph.
+
+        Behind a frozen backbone graphs are small, so as many are kept as fit.
         """
         return self.replay.keep or ("auto" if self.model.freeze == "backbone" else 0)
 
@@ -231,40 +224,17 @@ class Recipe(NetworkRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        """Refuse combinations that cannot work; a part chosen by name may still be an unbuilt
-        `Part`.
-        """
-        if (self.steps is None) == (self.epochs is None):
-            given = (
-                "neither is set"
-                if self.steps is None
-                else f"steps is {self.steps} and epochs {self.epochs:g}"
-            )
-            raise ValueError(f"set either steps or epochs; {given}")
-        names = [name_of("logger", one) for one in self.loggers]
+        """Refuse combinations that cannot work. A part may still be an unbuilt `Part`."""
+        self._require_one_length()
+        names = [name_of("logger", chosen) for chosen in self.loggers]
         if len(names) > len(set(names)):
             raise ValueError(f"loggers: one of {', '.join(names)} is there twice")
-        reading = name_of("source", self.data.reading)
-        sampling = name_of("sampling", self.sampling)
-        if reading == "streamed" and self.data.train_source.is_part:
-            raise ValueError(
-                f"data.reading is streamed, which gives all classes of {self.data.train}, not a"
-                " part"
-            )
-        if reading == "streamed" and sampling != "random":
-            raise ValueError(
-                "data.reading is streamed, which gives images in the order of the shards, but"
-                f" sampling.name is {sampling}; set it to random, or data.reading to indexed"
-            )
-        if self.data.is_described and sampling == "mined":
-            raise ValueError(
-                "sampling.name is mined, which describes images again, but data.train holds"
-                " descriptors"
-            )
-        if name_of("engine", self.engine) == "deepspeed":
-            self._fits_deepspeed()
-        is_alone = self.model.projection is not None and self.model.adapter is None
-        if self.data.is_described and not (is_alone and name_of("engine", self.engine) == "ddp"):
+        self._refuse_reading()
+        engine = name_of("engine", self.engine)
+        if engine == "deepspeed":
+            self._refuse_for_deepspeed()
+        trains_alone = self.model.projection is not None and self.model.adapter is None
+        if self.data.is_described and not (trains_alone and engine == "ddp"):
             raise ValueError(
                 "data.train holds descriptors, which train model.projection alone: set it, leave"
                 " model.adapter out, and set engine to ddp"
@@ -274,12 +244,41 @@ class Recipe(NetworkRecipe):
                 "optimizer.layer_decay is set, but adapters stand in no layer that timm knows:"
                 " leave it out, or model.adapter"
             )
-        asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
-        if asked and self.data.validation is None:
-            raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")
+        for key in ("every", "also"):
+            if getattr(self.evaluation, key) and self.data.validation is None:
+                raise ValueError(f"evaluation.{key} is set, but data.validation names no data set")
         return self
 
-    def _fits_deepspeed(self) -> None:
+    def _require_one_length(self) -> None:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("set either steps or epochs; neither is set")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"set either steps or epochs; steps is {self.steps} and epochs {self.epochs:g}"
+            )
+
+    def _refuse_reading(self) -> None:
+        """Raise a ValueError if the way of reading does not fit the images or the sampling."""
+        sampling = name_of("sampling", self.sampling)
+        is_streamed = name_of("source", self.data.reading) == "streamed"
+        if is_streamed and self.data.train_source.is_part:
+            raise ValueError(
+                f"data.reading is streamed, which gives all classes of {self.data.train}, not a"
+                " part"
+            )
+        if is_streamed and sampling != "random":
+            raise ValueError(
+                "data.reading is streamed, which gives images in the order of the shards, but"
+                f" sampling.name is {sampling}; set it to random, or data.reading to indexed"
+            )
+        if self.data.is_described and sampling == "mined":
+            raise ValueError(
+                "sampling.name is mined, which describes images again, but data.train holds"
+                " descriptors"
+            )
+
+    def _refuse_for_deepspeed(self) -> None:
+        """Raise a ValueError for settings that DeepSpeed cannot do."""
         keys = self.engine.keys if isinstance(self.engine, Part) else vars(self.engine)
         for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
             if value and keys.get("stage") == 3:

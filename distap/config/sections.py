@@ -32,9 +32,7 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 
 
 class Section(BaseModel):
-    """A section of a recipe: refuse unknown keys and later changes; build the parts that defaults
-    name.
-    """
+    """A section of a recipe: it refuses unknown keys and later changes."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
@@ -81,9 +79,7 @@ class RankSection(Section):
 
 
 class ReplaySection(Section):
-    """Stages one and three: describe each image, and again with a graph, to send its descriptor's
-    gradient back.
-    """
+    """Stages one and three: describe each image, then again with a graph for its gradient."""
 
     size: PositiveInt = 16
     """Number of images in a micro-batch of both stages, which sets the peak memory; halved if
@@ -117,9 +113,7 @@ class GroupSettings(Section):
 
 
 class OptimizerSection(Section):
-    """The optimiser: how parameters are updated. Further keys belong to the optimiser that `name`
-    chooses.
-    """
+    """The optimiser. Further keys belong to the optimiser that `name` chooses."""
 
     learning_rate: PositiveFloat = 1e-4
     """Learning rate, which the schedule multiplies."""
@@ -154,12 +148,10 @@ class OptimizerSection(Section):
             settings = {"name": settings}
         if not isinstance(settings, Mapping):
             raise ValueError("expected a name, or a mapping of keys to values")
-        own = {
-            key: value
-            for key, value in settings.items()
-            if key in cls.model_fields and key != "chosen"
-        }
-        return {"chosen": {key: value for key, value in settings.items() if key not in own}, **own}
+        chosen = dict(settings)
+        keys = cls.model_fields.keys() - {"chosen"}
+        section = {key: chosen.pop(key) for key in settings if key in keys}
+        return {"chosen": chosen, **section}
 
     @model_serializer(mode="wrap")
     def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -181,9 +173,7 @@ class CheckpointSection(Section):
 
 
 class StopSection(Section):
-    """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step, write a checkpoint and
-    leave.
-    """
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step and save."""
 
     grace_seconds: PositiveFloat = 300
     """Seconds from the signal to the end of the process, in which the last checkpoint must be

@@ -1,7 +1,6 @@
-"""One rule for labels, wherever they come from: lists, data sets in Python, streams and
-`distap.evaluate`.
-"""
+"""Classes of labels, by one rule for lists, data sets in Python, streams and `distap.evaluate`."""
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -16,6 +15,11 @@ from distap.storage.names import composed
 
 # Texts that pandas, R, Excel and people write for a missing label.
 NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
+Levels = tuple[str, ...]  # names of the coarser classes that hold a class, finer first; "" for none
+
+Texts = NDArray[np.str_]
+
+EXPECTED = "a class is a whole number of 0 or more, or a name"
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
 
 
@@ -29,43 +33,44 @@ def class_name(label: Any) -> str:
     Raises:
         ValueError: the label is a number below -1 or no whole one, or neither a number nor a text.
     """
-    with suppress(ValueError, RuntimeError):  # an array or tensor of several values, refused below
-        label = label.item() if hasattr(label, "item") else label
-    if label is None or type(label).__name__ == "NAType":  # of pandas
+    value = _plain(label)
+    if value is None:
         return ""
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)  # 1e20 too
-    is_nan = isinstance(label, float) and label != label
-    if not (isinstance(label, str | int) or is_nan):
-        raise ValueError(
-            f"label {label!r:.60} is no class; a class is a whole number of 0 or more, or a name"
-        )
-    text = composed(str(label).strip())
+    if not isinstance(value, str | int):
+        raise ValueError(f"label {value!r:.60} is no class; {EXPECTED}")
+    text = composed(str(value).strip())
     whole = _WHOLE.fullmatch(text)
-    if whole:
-        text = whole[1]
+    text = whole[1] if whole else text
     if text.lower() in NO_CLASS:
         return ""
-    if (whole and text.startswith("-")) or "\0" in text:  # numpy cuts such a text off
-        raise ValueError(
-            f"label {text!r:.60} is no class; a class is a whole number of 0 or more, or a name"
-        )
+    if (whole and text.startswith("-")) or "\0" in text:  # numpy cuts a text off at a zero
+        raise ValueError(f"label {text!r:.60} is no class; {EXPECTED}")
     return text
 
 
+def _plain(label: Any) -> Any:
+    """Return the value of a number of numpy, torch or pandas; None if it is missing."""
+    with suppress(ValueError, RuntimeError):  # an array or tensor of several values has no item
+        label = label.item() if hasattr(label, "item") else label
+    if isinstance(label, float):
+        if math.isnan(label):
+            return None
+        return int(label) if label.is_integer() else label  # 1e20 too
+    return None if type(label).__name__ == "NAType" else label  # of pandas
+
+
 def class_name_at(where: str, label: Any) -> str:
-    """Return `class_name` of a label; a DistapError names the place of one that stands for neither
-    class nor none.
-    """
+    """Return `class_name` of a label; raise a DistapError that names the place of a wrong one."""
     try:
         return class_name(label)
     except ValueError as error:
-        raise DistapError(f"{where}: {error}") from error
+        raise DistapError("data.wrong_label", f"{where}: {error}") from error
 
 
 def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
-    """Number the classes of (N,) labels in the order of their names; -1 stands for none. See
-    `class_name`.
+    """Return (N,) numbers of the labels' classes, in the order of their names; -1 for no class.
+
+    See `class_name`.
     """
     values = np.asarray(labels)
     places = np.arange(len(values))
@@ -77,30 +82,33 @@ def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
     return (numbers.reshape(-1).astype(np.int64) - ("" in classes))[places.reshape(-1)]
 
 
-def nesting(rows: Iterable[tuple[Any, str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Return the coarser classes that hold each class, from rows of its place, its name and their
-    names, finer first.
+def nesting(rows: Iterable[tuple[Any, str, Levels]]) -> dict[str, Levels]:
+    """Return the coarser classes that hold each class, finer first, by its name.
 
-    "" stands for no class. A DistapError tells the place where a class is in another one of the
-    next level.
+    Args:
+        rows: the place, for messages, the name of a class and those of the coarser ones, finer
+            first. "" stands for no class.
+    Raises:
+        DistapError: a class is in another one of the next level than in an earlier row.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    known: dict[tuple[int, str], str] = {}
+    levels_of: dict[str, Levels] = {}
+    holders: dict[tuple[int, str], str] = {}
     for where, name, levels in rows:
-        if found.get(name) == levels:
+        if levels_of.get(name) == levels:
             continue
-        for level, (own, above) in enumerate(pairwise((name, *levels, ""))):
-            if own and (before := known.setdefault((level, own), above)) != above:
-                problem = (
-                    f"class {own!r} of level {level} is in {above!r} of level {level + 1}, but in"
-                    f" {before!r} before"
+        for level, (inner, outer) in enumerate(pairwise((name, *levels, ""))):
+            before = holders.setdefault((level, inner), outer)
+            if inner and before != outer:
+                raise DistapError(
+                    "data.crossing_levels",
+                    f"{where}: class {inner!r} of level {level} is in {outer!r} of level"
+                    f" {level + 1}, but in {before!r} before",
                 )
-                raise DistapError(f"{where}: {problem}")
-        found[name] = levels
-    return found
+        levels_of[name] = levels
+    return levels_of
 
 
-def table_of_levels(rows: Collection[tuple[str, ...]]) -> NDArray[np.str_]:
+def table_of_levels(rows: Collection[Levels]) -> Texts:
     """Return (K, L - 1) the coarser classes of K classes; "" stands for none."""
     columns = list(zip_longest(*rows, fillvalue=""))
     return np.ascontiguousarray(np.array(columns, dtype=np.str_).reshape(len(columns), len(rows)).T)

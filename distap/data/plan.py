@@ -5,10 +5,11 @@ nearest classes. It knows no rank, worker or history. So a training is the same 
 ranks, and resumes at any step without losing or repeating an image.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +58,7 @@ class Classes:
         return self._order[self._ends[label] : self._ends[label + 1]]
 
     def nth(self, labels: Numbers, places: Numbers) -> Samples:
-        """Return the sample at a place within a class, for arrays of classes (`labels`) and
-        `places`.
-        """
+        """Return the samples at these places within their classes, for arrays that broadcast."""
         return self._order[self._ends[labels] + places]
 
     def available(self, labels: Numbers, images: int) -> int:
@@ -72,33 +71,34 @@ class Classes:
         return number - self.leaves_one(number * images)
 
     def leaves_one(self, total: int) -> bool:
-        """Return whether one of `total` images is alone in its class, since all classes have two
-        images at most.
+        """Return whether one of `total` images is alone in its class.
+
+        That is so for odd numbers if all classes have two images at most.
         """
         return total % 2 == 1 and int(self.sizes.max()) < 3
 
     @cached_property
     def by_group(self) -> dict[str, Numbers]:
-        """Return classes with two or more samples by the name of their class of level 1; omit those
-        without one.
+        """Return the classes with two or more samples by the name of their class of level 1.
+
+        Classes without such a name are left out.
         """
-        of_class = np.hstack([self.levels, np.full((self.count, 1), "")])[self.with_pairs, 0]
-        order = np.argsort(of_class, kind="stable")
-        names, starts = np.unique(of_class[order], return_index=True)
-        members = np.split(self.with_pairs[order], starts[1:])
-        return {name: own for name, own in zip(names.tolist(), members, strict=False) if name}
+        groups = defaultdict[str, list[int]](list)
+        if self.levels.shape[1]:
+            for label in self.with_pairs.tolist():
+                groups[str(self.levels[label, 0])].append(label)
+        return {name: np.array(groups[name]) for name in sorted(groups) if name}
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Return (K,), or (K, L) with coarser levels, the number of the class of each level that
-        holds each class.
-        """
-        found = [np.arange(self.count)]
+        """Return (K,) class numbers; with coarser levels (K, L), the number on each level."""
+        numbers = [np.arange(self.count)]
         for names in self.levels.T:
-            # Without a name, what is one class on the level below is one here, alone.
-            own = np.where(names == "", np.char.add("\t", found[-1].astype(np.str_)), names)
-            found.append(np.unique(own, return_inverse=True)[1].reshape(-1))
-        return np.stack(found, axis=1) if len(found) > 1 else found[0]
+            # A class without a name on this level is one alone, as it is on the level below.
+            alone = np.char.add("\t", numbers[-1].astype(np.str_))
+            names = np.where(names == "", alone, names)
+            numbers.append(np.unique(names, return_inverse=True)[1].reshape(-1))
+        return np.stack(numbers, axis=1) if len(numbers) > 1 else numbers[0]
 
 
 class Sampling(Protocol):
@@ -131,14 +131,14 @@ class Plan:
         return version(self.classes) if callable(version) else PLAN_VERSION
 
     def batch(self, step: int) -> Samples:
-        """Return (B,) the sample in each slot of a step's global batch; not to be written to, since
-        it is cached.
+        """Return (B,) the sample in each slot of a step's global batch.
+
+        Do not write to the array: it is cached.
         """
         return _batch(self, step)
 
     def stand_ins(self, step: int, slot: int) -> Samples:
-        """Return samples to try in order if the one in `slot` is damaged: of its class, not in the
-        batch; maybe none.
+        """Return samples of the same class, outside the batch, to try if that in `slot` is damaged.
 
         The slots of a class divide its remaining samples among them, so two ranks that replace
         images of one class in the same step never choose the same one.
@@ -146,24 +146,28 @@ class Plan:
         batch = self.batch(step)
         label = int(self.classes.labels[batch[slot]])
         slots_of_class = np.flatnonzero(self.classes.labels[batch] == label)
-        others = np.setdiff1d(self.classes.samples(label), batch)
-        mixed = others[permutation(len(others), STAND_IN, self.seed, step, label)]
-        mine: Samples = mixed[int(np.searchsorted(slots_of_class, slot)) :: len(slots_of_class)]
-        return mine
+        remaining = np.setdiff1d(self.classes.samples(label), batch)
+        mixed = remaining[permutation(len(remaining), STAND_IN, self.seed, step, label)]
+        share: Samples = mixed[int(np.searchsorted(slots_of_class, slot)) :: len(slots_of_class)]
+        return share
 
 
 @lru_cache(maxsize=4)
 def _batch(plan: Plan, step: int) -> Samples:
-    # Cached, because a worker that meets many damaged images of a step asks for its batch again and
+    # Cached, because a worker that meets many damaged images of a step needs its batch again and
     # again.
     return plan.sampling.batch(plan.classes, plan.seed, step)
 
 
 def in_turn(
-    counts: Numbers, starts: Numbers, takes: Numbers, longest: int, *key: int, of: Numbers
+    counts: Numbers,
+    starts: Numbers,
+    takes: Numbers,
+    longest: int,
+    key: tuple[int, ...],
+    numbers: Numbers,
 ) -> Numbers:
-    """Return the next `takes` elements of m sets, whose elements take turns in random orders; (sum
-    of takes,).
+    """Return the next `takes` elements of m sets, whose elements take turns in random orders.
 
     Each set goes through its elements 0 .. count - 1 in one random order after the other. Any
     `longest` in a row are different, also across the seam of two rounds: of those that begin a
@@ -172,9 +176,13 @@ def in_turn(
 
     Args:
         counts: (m,) sizes of the sets. One with fewer than two times `longest` has the same order
-            in every round. starts: (m,) how many elements of a set had their turn before, over all
-            rounds. takes: (m,) how many have it now, at most `longest` and at most the count. key,
-            of: what the orders are a function of, and a number for each set, (m,).
+            in every round.
+        starts: (m,) elements of each set that had their turn before, over all rounds.
+        takes: (m,) elements that have it now, at most `longest` and at most the count.
+        key: words that the orders are a function of, with the number of each set.
+        numbers: (m,) of the sets.
+    Returns:
+        (sum of takes,) elements, set after set.
     """
     # A place counts the elements that a set has given since its first, so a round and a place
     # within it follow from the step alone: nothing is remembered between steps, and any step can be
@@ -183,73 +191,90 @@ def in_turn(
     rounds, first = np.divmod(starts, counts)
     columns = np.arange(int(takes.max()))
     is_later, places = np.divmod(first[:, None] + columns, counts[:, None])
-    values = _of_round(counts, rounds, places, longest, key, of)
-    # As takes <= longest <= counts, what is taken lies in at most two rounds. Most sets stay in
+    sets = _Sets(counts, numbers, longest, key)
+    elements = sets.elements(rounds, places)
+
+    # As takes <= longest <= counts, the elements taken lie in at most two rounds. Most sets stay in
     # one, so the second is drawn for those alone that cross.
     crossing = is_later.any(axis=1)
     if crossing.any():
-        later = _of_round(
-            counts[crossing], rounds[crossing] + 1, places[crossing], longest, key, of[crossing]
-        )
-        values[crossing] = np.where(is_later[crossing], later, values[crossing])
-    return values[columns < takes[:, None]]
+        later = sets.only(crossing).elements(rounds[crossing] + 1, places[crossing])
+        elements[crossing] = np.where(is_later[crossing], later, elements[crossing])
+    return elements[columns < takes[:, None]]
 
 
-def _of_round(
-    counts: Numbers,
-    rounds: Numbers,
-    places: Numbers,
-    longest: int,
-    key: tuple[int, ...],
-    of: Numbers,
-) -> Numbers:
-    """Return (m, k) the elements at k places of one round of each of m sets."""
-    # In a set this small, the elements that end a round and those that begin the next overlap
-    # whatever is done. The same order in all rounds keeps `longest` in a row different.
-    rounds = np.where(counts < 2 * longest, 0, rounds)
-    values = shuffled(counts, places, *key, of=(of, rounds))
-    # The seam: only the first `longest` places of a round depend on the one before, and only on its
-    # order, not on its own seam, since with two times `longest` or more its last places are none of
-    # its first. So no recursion.
-    begun = (rounds > 0) & (places < longest).any(axis=1)
-    if begun.any():
-        counts, rounds, places, of = counts[begun], rounds[begun], places[begun], of[begun]
-        first = np.tile(np.arange(longest), (len(counts), 1))
-        begins = shuffled(counts, first, *key, of=(of, rounds))
-        ended = shuffled(counts, first + counts[:, None] - longest, *key, of=(of, rounds - 1))
-        arranged = np.take_along_axis(
-            _seam(begins, ended, int(counts.max())), np.minimum(places, longest - 1), axis=1
-        )
-        values[begun] = np.where(places < longest, arranged, values[begun])
-    return values
+@dataclass(frozen=True)
+class _Sets:
+    """m sets whose elements take turns, with one random order a round; see `in_turn`."""
 
+    counts: Numbers
+    numbers: Numbers
+    longest: int
+    key: tuple[int, ...]
 
-def _seam(begins: Numbers, ended: Numbers, count: int) -> Numbers:
-    """Return (m, n) the first elements of a round, reordered: those that ended the round before
-    come last.
-    """
-    # so that elements of two rows are never the same
-    offsets = np.arange(len(begins))[:, None] * count
-    # What ended the round before must not come again within `longest` places: it comes last here,
-    # in the order in which it ended, so each element is at least that far from itself.
-    again = np.isin(begins + offsets, ended + offsets)
-    arranged = np.empty_like(begins)
-    is_other = np.arange(begins.shape[1]) < (~again).sum(axis=1)[:, None]
-    arranged[is_other] = begins[~again]
-    arranged[~is_other] = ended[np.isin(ended + offsets, begins + offsets)]
-    return arranged
+    def only(self, rows: Any) -> "_Sets":
+        """Return the sets in these rows, (m,) bool."""
+        return replace(self, counts=self.counts[rows], numbers=self.numbers[rows])
+
+    def elements(self, rounds: Numbers, places: Numbers) -> Numbers:
+        """Return (m, k) the elements at k places of one round of each set."""
+        # In a set this small, the elements that end a round and those that begin the next overlap
+        # in any order. The same order in all rounds keeps `longest` in a row different.
+        rounds = np.where(self.counts < 2 * self.longest, 0, rounds)
+        elements = self._shuffled(rounds, places)
+        # The seam: only the first `longest` places of a round depend on the one before, and only on
+        # its order, not on its own seam, since with two times `longest` or more its last places are
+        # none of its first. So no recursion.
+        begun = (rounds > 0) & (places < self.longest).any(axis=1)
+        if begun.any():
+            begins = self.only(begun)._after_seam(rounds[begun])
+            places = places[begun]
+            arranged = np.take_along_axis(begins, np.minimum(places, self.longest - 1), axis=1)
+            elements[begun] = np.where(places < self.longest, arranged, elements[begun])
+        return elements
+
+    def _shuffled(self, rounds: Numbers, places: Numbers) -> Numbers:
+        return shuffled(self.counts, places, *self.key, of=(self.numbers, rounds))
+
+    def _after_seam(self, rounds: Numbers) -> Numbers:
+        """Return (m, longest) the first elements of a round, reordered.
+
+        Elements that ended the round before must not come again within `longest` places, so they
+        come last here, in the order in which they ended it. With `longest` 4, and of 9 elements:
+
+            end of a round     5 2 7 1 |
+            begins, shuffled           | 7 3 1 8
+            begins, reordered          | 3 8 7 1    7 and 1 are four places from themselves
+        """
+        first = np.tile(np.arange(self.longest), (len(rounds), 1))
+        begins = self._shuffled(rounds, first)
+        ended = self._shuffled(rounds - 1, first + self.counts[:, None] - self.longest)
+        # so that elements of two rows are never the same
+        offsets = np.arange(len(rounds))[:, None] * int(self.counts.max())
+        again = np.isin(begins + offsets, ended + offsets)
+        arranged = np.empty_like(begins)
+        is_new = np.arange(self.longest) < (~again).sum(axis=1)[:, None]
+        arranged[is_new] = begins[~again]
+        arranged[~is_new] = ended[np.isin(ended + offsets, begins + offsets)]
+        return arranged
 
 
 def turns(count: int, size: int, turn: int, *key: int) -> Iterator[Numbers]:
-    """Yield (size,) different elements of range(count) for batch `turn` and for each batch after
-    it.
+    """Yield (size,) different elements of range(count) for batch `turn` and each batch after it.
 
-    The elements have their turns as `in_turn` says. Where they make less than two turns, each turn
-    draws them anew.
+    The elements take turns as in `in_turn`. If they make less than two turns, each batch draws
+    them anew.
     """
     if count < 2 * size:
-        key, turn = (*key, turn), 0
+        key = (*key, turn)
+        turn = 0
     while True:
-        one = np.array([count]), np.array([turn * size]), np.array([size])
-        yield in_turn(*one, size, *key, of=np.zeros(1, dtype=np.int64))
+        yield in_turn(
+            counts=np.array([count]),
+            starts=np.array([turn * size]),
+            takes=np.array([size]),
+            longest=size,
+            key=key,
+            numbers=np.zeros(1, dtype=np.int64),
+        )
         turn += 1

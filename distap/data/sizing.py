@@ -1,5 +1,6 @@
-"""How images are scaled and cropped, as text and as functions, and where pixels wait; this imports
-no torch.
+"""How images are scaled and cropped, as text and as functions, and where pixels wait.
+
+Recipes are read with it, so it imports no torch.
 """
 
 import re
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt
 
+from distap.data.images.boxes import Box, Shape, central_square, clipped
+from distap.data.images.damage import MAX_PIXELS, DamagedImageError
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
@@ -16,10 +19,6 @@ if TYPE_CHECKING:
 
     from distap.data.images.decoding import EncodedImage
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
-Shape = tuple[int, int]  # height and width, pixels
-MAX_PIXELS = 100_000_000  # of an image, as it is stored and as it is scaled
-FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 NUMBER = "[0-9]{1,9}"
 SIZINGS = re.compile(
     rf"(?:resize (?P<resize>{NUMBER}(?:x{NUMBER})?) (?=crop))?(?:(?P<kind>crop|side)"
@@ -47,10 +46,12 @@ class Sizing:
 
     def __post_init__(self) -> None:
         if self.pixels == 0 or (self.resize and min(self.resize) < (self.pixels or 0)):
-            raise DistapError(f"sizing `{self}`: {EXPECTED}")
+            raise DistapError("image.unknown_sizing", f"sizing `{self}`: {EXPECTED}")
         sides = self.resize or ((self.pixels or 0) * (self.kind == "crop"),)
         if sides[0] * sides[-1] > MAX_PIXELS:
-            raise DistapError(f"sizing `{self}`: more than {MAX_PIXELS:,} pixels an image")
+            raise DistapError(
+                "image.too_large", f"sizing `{self}`: more than {MAX_PIXELS:,} pixels an image"
+            )
 
     def __str__(self) -> str:
         resize = f"resize {'x'.join(map(str, self.resize))} " if self.resize else ""
@@ -58,12 +59,12 @@ class Sizing:
 
     @classmethod
     def parse(cls, text: str) -> "Sizing":
-        found = SIZINGS.fullmatch(text)
-        if found is None:
-            raise DistapError(f"sizing {text!r}: {EXPECTED}")
-        pixels = None if found["pixels"] is None else int(found["pixels"])
-        resize = tuple(map(int, found["resize"].split("x"))) if found["resize"] else ()
-        return cls(found["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
+        match = SIZINGS.fullmatch(text)
+        if match is None:
+            raise DistapError("image.unknown_sizing", f"sizing {text!r}: {EXPECTED}")
+        pixels = int(match["pixels"]) if match["pixels"] else None
+        resize = tuple(map(int, match["resize"].split("x"))) if match["resize"] else ()
+        return cls(match["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
 
     def shape(self, width: int, height: int) -> Shape:
         """Return the height and width to scale an image, or a box of one, to."""
@@ -76,66 +77,41 @@ class Sizing:
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
     def __call__(self, image: "EncodedImage", box: Box | None = None) -> "Tensor":
-        """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for
-        the errors.
+        """Scale an image, or its part in a box, to (3, height, width) uint8.
 
         JPEG may be decoded at reduced scale, except with `resize`: its pixels are, bit for bit,
         those of torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
+
+        Raises:
+            DamagedImageError: nothing of the image is in the box, or it is too narrow; see also
+                `EncodedImage`.
         """
         # Imported here, since recipes are read without torch.
         from torchvision.transforms.v2 import functional as F
 
-        from distap.data.images.decoding import DamagedImageError
-
         width, height = image.size
-        left, top, right, bottom = box or (0, 0, width, height)
-        left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
-        if left >= right or top >= bottom:
+        inside = clipped(box or (0, 0, width, height), width, height)
+        if inside is None:
             raise DamagedImageError(
                 "missing_field", f"nothing of its {width} x {height} pixels is in the box {box}"
             )
+        left, top, right, bottom = inside
+        width = right - left
+        height = bottom - top
         if self.resize and self.pixels is not None:
-            shape = bottom - top, right - left
             # With its shorter side scaled to r, an image has r * r * longer / shorter pixels: a
             # strip has too many.
-            if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
+            longer = max(width, height)
+            shorter = min(width, height)
+            if len(self.resize) == 1 and self.resize[0] ** 2 * longer > MAX_PIXELS * shorter:
                 raise DamagedImageError(
-                    "too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels"
+                    "too_large", f"too narrow for `{self}`: {width} x {height} pixels"
                 )
-            whole = F.resize(
-                image.crop((left, top, right, bottom), shape), [*self.resize], antialias=True
-            )
-            return F.center_crop(whole, [self.pixels]).contiguous()
-        shape = self.shape(right - left, bottom - top)
-        if self.kind == "crop":
-            inner = central_box(right - left, bottom - top)
-            left, top, right, bottom = (
-                left + inner[0],
-                top + inner[1],
-                left + inner[2],
-                top + inner[3],
-            )
-        return image.crop((left, top, right, bottom), shape)
-
-
-def central_box(width: int, height: int) -> Box:
-    """Return the largest square in the middle of an image."""
-    side = min(width, height)
-    left = (width - side) // 2
-    top = (height - side) // 2
-    return left, top, left + side, top + side
-
-
-def reduction(box: Box, shape: Shape) -> int:
-    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as
-    `shape`, or 1.
-    """
-    height, width = shape
-    across = box[2] - box[0]
-    down = box[3] - box[1]
-    return next(
-        (factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1
-    )
+            resized = F.resize(image.crop(inside, (height, width)), [*self.resize], antialias=True)
+            return F.center_crop(resized, [self.pixels]).contiguous()
+        return image.crop(
+            central_square(inside) if self.kind == "crop" else inside, self.shape(width, height)
+        )
 
 
 @dataclass(frozen=True)

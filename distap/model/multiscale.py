@@ -15,11 +15,10 @@ LARGEST_SCALE = 8.0
 
 
 class MultiScaleNetwork(nn.Module):
-    """Map images to descriptors of length 1: generalised mean over scales (Radenović et al. 2018),
-    whitening.
+    """Map images to descriptors of length 1: a generalised mean over scales, then whitening.
 
-    In the mean, negative components keep their sign, as in Revaud et al. One scale of 1 without
-    whitening gives exactly the network's descriptors. `dimensions` is D.
+    The mean is that of Radenović et al. 2018. In it negative components keep their sign, as in
+    Revaud et al. One scale of 1 without whitening gives exactly the network's descriptors.
 
     Args:
         network: images to descriptors (n, C) of length 1.
@@ -27,6 +26,8 @@ class MultiScaleNetwork(nn.Module):
         whitening: mean (C,) and projection (D, C) of a linear layer at the end.
         antialias: smooth before shrinking; the code of Radenović et al. and Revaud et al. does not.
         dimensions: D, the first dimensions to keep at the very end; None keeps all.
+    Raises:
+        DistapError: the scales are unusable, or whitening or dimensions do not fit the network.
     """
 
     mean: Tensor | None
@@ -41,46 +42,35 @@ class MultiScaleNetwork(nn.Module):
         dimensions: int | None = None,
     ) -> None:
         super().__init__()
-        # GeM's descriptors have no negative component: the mean over scales takes its power
-        # (Radenović et al.).
-        changed = network.layer_norm or not isinstance(network.head, nn.Identity)
-        pooling = network.pooling
-        power = 1.0 if changed or not isinstance(pooling, GeM) else pooling.power.item()
-        if not scales or not all(0 < scale <= LARGEST_SCALE for scale in scales):
-            raise DistapError(
-                f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}"
-            )
-        if len(set(scales)) < len(scales):
-            raise DistapError(f"scales {list(scales)}: one appears twice")
-        if not 0 < power < float("inf"):
-            raise DistapError(
-                f"the power of GeM is {power:g}, by which scales are averaged: expected a number"
-                " above 0"
-            )
+        _require_scales(scales)
+        self.scales = tuple(map(float, scales))
+        self.power = _power_of_mean(network)
         self.network = network
-        self.power = power
         self.antialias = antialias
-        self.scales = tuple(float(scale) for scale in scales)
-        mean, projection = whitening or (None, None)
+
+        mean: Tensor | None = None
+        projection: Tensor | None = None
         width = network.dimensions
-        if mean is not None and projection is not None:
+        if whitening is not None:
+            # Whitening is learned in a wider dtype than it needs here.
+            mean, projection = (tensor.to(network.mean) for tensor in whitening)
             if mean.shape != (width,) or projection.ndim != 2 or projection.shape[1] != width:
                 raise DistapError(
+                    "descriptors.other_whitening",
                     f"whitening: it was learned on other descriptors: mean {tuple(mean.shape)} and"
-                    f" projection {tuple(projection.shape)}, expected ({width},) and (D, {width})"
+                    f" projection {tuple(projection.shape)}, expected ({width},) and (D, {width})",
                 )
-            # Whitening is learned in a wider dtype than it needs here.
-            mean, projection, width = (
-                mean.to(network.mean),
-                projection.to(network.mean),
-                len(projection),
-            )
+            width = len(projection)
+        self.register_buffer("mean", mean)
+        self.register_buffer("projection", projection)
+
         self.dimensions = dimensions or width
         self._cuts = dimensions is not None
         if self.dimensions > width:
-            raise DistapError(f"evaluation.dimensions: {dimensions}, but descriptors have {width}")
-        self.register_buffer("mean", mean)
-        self.register_buffer("projection", projection)
+            raise DistapError(
+                "descriptors.too_few_dimensions",
+                f"evaluation.dimensions: {dimensions}, but descriptors have {width}",
+            )
 
     def forward(self, images: Images) -> Float[Tensor, "n D"]:
         # Each scale with the whole micro-batch, whose images have one size.
@@ -89,7 +79,7 @@ class MultiScaleNetwork(nn.Module):
             descriptors = described[0]
             if len(described) > 1:  # the normalisation cancels the factor 1/n of the mean
                 total = sum(
-                    (_signed_power(each, self.power) for each in described),
+                    (_signed_power(scaled, self.power) for scaled in described),
                     torch.zeros_like(descriptors),
                 )
                 descriptors = normalize(_signed_power(total, 1 / self.power))
@@ -107,6 +97,33 @@ class MultiScaleNetwork(nn.Module):
             return self.network(interpolate(pixels, scale_factor=scale, mode="bilinear"))
         size = [max(int(length * scale), 1) for length in images.shape[-2:]]
         return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))
+
+
+def _require_scales(scales: Sequence[float]) -> None:
+    if not scales or not all(0 < scale <= LARGEST_SCALE for scale in scales):
+        raise DistapError(
+            "evaluation.scales",
+            f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}",
+        )
+    if len(set(scales)) < len(scales):
+        raise DistapError("evaluation.scales", f"scales {list(scales)}: one appears twice")
+
+
+def _power_of_mean(network: RetrievalNetwork) -> float:
+    """Return the power of the mean over scales: that of GeM, whose descriptors are not negative.
+
+    Source: Radenović et al. 2018. It is 1 for other descriptors, such as projected ones.
+    """
+    pooling = network.pooling
+    is_last = isinstance(network.head, nn.Identity) and not network.layer_norm
+    power = pooling.power.item() if is_last and isinstance(pooling, GeM) else 1.0
+    if not 0 < power < float("inf"):
+        raise DistapError(
+            "evaluation.power",
+            f"the power of GeM is {power:g}, by which scales are averaged: expected a number"
+            " above 0",
+        )
+    return power
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:

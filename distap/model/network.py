@@ -19,7 +19,7 @@ from distap.model.backbone import TimmBackbone, architecture_of, has_class_token
 from distap.model.pooling import AutoPooling, Native, for_pooling
 
 BatchNormMode = Literal["frozen", "batch"]
-# With values from 0 to 255; or the descriptors that a network without a projection gives.
+# Values from 0 to 255; or the descriptors (n, F) of a network without a projection.
 Images = (
     UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"] | Float[Tensor, "n F"]
 )
@@ -45,14 +45,17 @@ class RetrievalNetwork(nn.Module):
     descriptors that differ by little.
 
     Args:
-        backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C). pooling: turns (n,
-            C, h, w) into (n, C); tokens come as (n, C, t, 1). Native stands for the backbone's own.
-            projection: dimensions of a linear layer before normalisation; None for no layer.
-            batchnorm: `frozen` or `batch`. mean, std: of the pixels that the backbone was trained
-            with; white is 1. features: C of the maps or tokens; None takes what the backbone says.
-            layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's
-            code does. unit_length: scale the pooled vector to length 1 before the projection, which
-            then takes descriptors too.
+        backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
+        pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1). Native stands for the
+            backbone's own.
+        projection: dimensions of a linear layer before normalisation; None for no layer.
+        batchnorm: `frozen` or `batch`.
+        mean, std: of the pixels that the backbone was trained with; white is 1.
+        features: C of the maps or tokens; None takes the backbone's own number.
+        layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's
+            code does.
+        unit_length: scale the pooled vector to length 1 before the projection, which then takes
+            descriptors too.
 
     A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C)
     that stand before those of the image) and `widens` (it gives so many times C numbers).
@@ -60,8 +63,8 @@ class RetrievalNetwork(nn.Module):
 
     mean: Tensor
     std: Tensor
-    # Of a trained network: what the recipe says of its base, and the tensors of adapters that were
-    # merged.
+    # Of a trained network: its recipe's section `model`, which names its base, and the tensors of
+    # adapters that were merged.
     begun: dict[str, Any] | None = None
     adapters: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -78,28 +81,20 @@ class RetrievalNetwork(nn.Module):
         unit_length: bool = False,
     ) -> None:
         super().__init__()
-        if getattr(pooling, "needs_class_token", False) and not has_class_token(backbone):
-            raise DistapError(
-                f"model.pooling takes a class token, which {architecture_of(backbone)} does not"
-                " have; choose gem, mean or max"
-            )
-        if isinstance(pooling, Native) and not hasattr(backbone, "forward_head"):
-            raise DistapError(
-                "model.pooling: native is a pooling of timm's networks, and"
-                f" {architecture_of(backbone)} has none; choose gem, mean or max"
-            )
+        _require_pooling(pooling, backbone)
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
-        found = (
+        width = (
             features
             or getattr(backbone, "head_hidden_size", None)
             or getattr(backbone, "num_features", None)
         )
-        if found is None:
+        if width is None:
             raise DistapError(
+                "network.unknown_width",
                 f"model.backbone: {architecture_of(backbone)} lacks num_features, the C of what it"
-                " gives"
+                " gives",
             )
-        self.features = int(found)
+        self.features = int(width)
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
         self.batchnorm = batchnorm
@@ -111,7 +106,9 @@ class RetrievalNetwork(nn.Module):
         self.head = nn.Identity() if projection is None else linear(pooled, projection)
         self._prefix = int(getattr(backbone, "num_prefix_tokens", 0))
         self._normalisers = [
-            m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            module
+            for module in backbone.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
         ]
         # Pixels come from 0 to 255, but timm's mean and std count white as 1.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
@@ -127,9 +124,7 @@ class RetrievalNetwork(nn.Module):
         return self
 
     def forward(self, images: Images) -> Float[Tensor, "n C"]:
-        """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to
-        255.
-        """
+        """Return the descriptors of images, of length 1, in float32 or wider."""
         pooled = self.pooled(images) if images.ndim == 4 else images.to(self.mean.dtype)
         with in_full_precision(pooled.device):
             return normalize(self.head(pooled))
@@ -142,7 +137,7 @@ class RetrievalNetwork(nn.Module):
         ) / self.std
         features = self.backbone(pixels)
         with in_full_precision(pixels.device):
-            features = tree_map_only(Tensor, lambda one: one.to(self.mean.dtype), features)
+            features = tree_map_only(Tensor, lambda tensor: tensor.to(self.mean.dtype), features)
             if isinstance(self.pooling, Native):
                 pooled: Tensor = self.backbone.forward_head(features, pre_logits=True)
             else:
@@ -153,13 +148,30 @@ class RetrievalNetwork(nn.Module):
         """Return the features as maps (n, C, h, w), with the class token if pooling uses it."""
         if not isinstance(features, Tensor):
             raise DistapError(
-                f"model.backbone: {architecture_of(self.backbone)} gives no single map of features"
+                "network.several_maps",
+                f"model.backbone: {architecture_of(self.backbone)} gives no single map of features",
             )
-        if features.ndim == 4:
-            return (
-                features if features.shape[1] == self.features else features.permute(0, 3, 1, 2),
-            )
-        return for_pooling(self.pooling, features, architecture_of(self.backbone), self._prefix)
+        if features.ndim != 4:
+            name = architecture_of(self.backbone)
+            return for_pooling(self.pooling, features, name, self._prefix)
+        is_channels_first = features.shape[1] == self.features
+        return (features if is_channels_first else features.permute(0, 3, 1, 2),)
+
+
+def _require_pooling(pooling: nn.Module, backbone: nn.Module) -> None:
+    """Raise a DistapError if the backbone lacks what a pooling needs."""
+    if getattr(pooling, "needs_class_token", False) and not has_class_token(backbone):
+        raise DistapError(
+            "network.no_class_token",
+            f"model.pooling takes a class token, which {architecture_of(backbone)} does not"
+            " have; choose gem, mean or max",
+        )
+    if isinstance(pooling, Native) and not hasattr(backbone, "forward_head"):
+        raise DistapError(
+            "network.no_pooling",
+            "model.pooling: native is a pooling of timm's networks, and"
+            f" {architecture_of(backbone)} has none; choose gem, mean or max",
+        )
 
 
 def build_network(
@@ -170,28 +182,38 @@ def build_network(
     batchnorm: BatchNormMode = "frozen",
     layer_norm: bool = False,
     unit_length: bool = False,
-    **of_timm: Any,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    image_size: int | None = None,
 ) -> RetrievalNetwork:
     """Build a RetrievalNetwork from the parts that a recipe chooses.
 
     Args:
-        backbone: its `build()` returns a module with `num_features`. weights: its `load(module)`
-            loads weights into that module or, if its `whole` is true, into the whole network.
-            pooling: its `build()` returns a module; that of AutoPooling depends on the backbone.
-            of_timm: further arguments of `TimmBackbone.build`.
+        backbone: its `build()` returns a module with `num_features`.
+        weights: its `load(module)` loads weights into that module or, if its `whole` is true, into
+            the whole network.
+        pooling: its `build()` returns a module; that of AutoPooling depends on the backbone.
+        arguments, image_size: of a TimmBackbone's `build`.
     """
     pool = pooling.build()
-    whole = getattr(weights, "whole", False)
     if isinstance(backbone, TimmBackbone):
-        of_timm["pools"] = isinstance(pool, Native)
-    built = backbone.build(**of_timm)
+        built = backbone.build(arguments, image_size, pools=isinstance(pool, Native))
+    else:
+        built = backbone.build()
     if isinstance(pooling, AutoPooling):
         pool = pooling.build(built)
-    if not whole:
+    loads_all = getattr(weights, "whole", False)
+    if not loads_all:
         weights.load(built)
-    ways = {**pixels_of(built), "layer_norm": layer_norm, "unit_length": unit_length}
-    network = RetrievalNetwork(built, pool, projection, batchnorm, **ways)
-    if whole:
+    network = RetrievalNetwork(
+        built,
+        pool,
+        projection,
+        batchnorm,
+        **pixels_of(built),
+        layer_norm=layer_norm,
+        unit_length=unit_length,
+    )
+    if loads_all:
         weights.load(network)
     return network.to(memory_format=torch.channels_last)
 
@@ -225,38 +247,50 @@ class GivenNetwork:
             DistapError: the module does not give descriptors (n, C) of images with sides of
                 `image_size`.
         """
-        network = self.given.to(device)
-        name = type(self.given).__name__
-        if isinstance(network, RetrievalNetwork):
-            return network
-        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | pixels_of(network)
-        trains = [module for module in network.modules() if module.training]
-        images = torch.zeros(2, 3, image_size, image_size, device=device)
-        try:
-            with torch.no_grad():
-                found = network.eval()(images)
-        except Exception as error:  # whatever the network's own code raises
-            raise DistapError(
-                f"network: {name} cannot describe images {tuple(images.shape)}: {error}"
-            ) from error
-        finally:
-            for module in trains:
-                module.training = True
-        if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != 2:
-            gives = (
-                f"{tuple(found.shape)}"
-                if isinstance(found, Tensor)
-                else f"a {type(found).__name__}"
-            )
-            gives += f" of {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
-            raise DistapError(
-                f"network: {name} gives {gives} for 2 images; expected descriptors (2, C)"
-            )
-        whole = RetrievalNetwork(
-            network, nn.Identity(), None, batchnorm, **pixels, features=found.shape[1]
+        module = self.given.to(device)
+        if isinstance(module, RetrievalNetwork):
+            return module
+        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | pixels_of(module)
+        network = RetrievalNetwork(
+            module,
+            nn.Identity(),
+            batchnorm=batchnorm,
+            **pixels,
+            features=_width_of_descriptors(module, image_size, device),
         )
-        whole.memory_format = torch.contiguous_format  # a network may `view` what it computes
-        return whole.to(device)
+        # The module may `view` its activations, which needs them contiguous.
+        network.memory_format = torch.contiguous_format
+        return network.to(device)
+
+
+def _width_of_descriptors(module: nn.Module, image_size: int, device: torch.device) -> int:
+    """Return C of the descriptors (n, C) that a module gives; raise a DistapError for others."""
+    name = type(module).__name__
+    training = [layer for layer in module.modules() if layer.training]
+    images = torch.zeros(2, 3, image_size, image_size, device=device)
+    try:
+        with torch.no_grad():
+            output = module.eval()(images)
+    except Exception as error:  # whatever the module's own code raises
+        raise DistapError(
+            "network.fails",
+            f"network: {name} cannot describe images {tuple(images.shape)}: {error}",
+        ) from error
+    finally:
+        for layer in training:
+            layer.training = True
+    if isinstance(output, Tensor):
+        if output.ndim == 2 and len(output) == 2:
+            return output.shape[1]
+        kind = str(tuple(output.shape))
+    else:
+        kind = f"a {type(output).__name__}"
+        if isinstance(output, Mapping):
+            kind += f" of {', '.join(map(str, output))}"
+    raise DistapError(
+        "network.no_descriptors",
+        f"network: {name} gives {kind} for 2 images; expected descriptors (2, C)",
+    )
 
 
 def fingerprint(network: RetrievalNetwork, with_head: bool = True) -> str:
@@ -267,15 +301,16 @@ def fingerprint(network: RetrievalNetwork, with_head: bool = True) -> str:
     memory layout do not count. Without its head, a network has the fingerprint of one that was
     built without a projection.
     """
-    about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
-    about |= {"layer_norm": True} if network.layer_norm else {}
-    about |= {"unit_length": True} if with_head and isinstance(network.head, UnitLinear) else {}
-    about |= {
-        name: one
-        for name, one in digests_of(network).items()
-        if with_head or not name.startswith("head.")
-    }
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    record: dict[str, Any] = {"architecture": architecture_of(network.backbone)}
+    record |= settings_of(network.pooling)
+    if network.layer_norm:
+        record["layer_norm"] = True
+    if with_head and isinstance(network.head, UnitLinear):
+        record["unit_length"] = True
+    for name, digest in digests_of(network).items():
+        if with_head or not name.startswith("head."):
+            record[name] = digest
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def digests_of(network: nn.Module) -> dict[str, str]:

@@ -13,14 +13,15 @@ from distap.model.backbone import is_plain
 
 
 class GeM(nn.Module):
-    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the
-    power 1/p.
+    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3).
+
+    It is the mean of x^p, to the power 1/p.
 
     Args:
         power: initial p; 1 is the mean, large powers approach the maximum.
     """
 
-    # features are clamped to at least this, because a fractional power needs positive ones
+    # Features are clamped to at least this, because a fractional power needs positive ones.
     smallest = 1e-6
 
     def __init__(self, power: float = 3.0) -> None:
@@ -28,8 +29,7 @@ class GeM(nn.Module):
         self.power = nn.Parameter(torch.tensor(float(power)))
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        # The clamp also keeps the derivative by the power finite, which has the logarithm of a
-        # feature.
+        # The derivative by the power holds the logarithm of a feature: the clamp keeps it finite.
         return (
             features.clamp(min=self.smallest).pow(self.power).mean(dim=(-2, -1)).pow(1 / self.power)
         )
@@ -39,8 +39,9 @@ class GeM(nn.Module):
 
 
 class Mean(nn.Module):
-    """Mean over height and width; up to its length this is the sum, SPoC (Babenko and Lempitsky
-    2015).
+    """Mean over height and width.
+
+    Up to its length this is the sum, SPoC (Babenko and Lempitsky 2015).
     """
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
@@ -80,39 +81,40 @@ class Native(nn.Module):
 
 
 NAMED: dict[str, Callable[[], nn.Module]] = {
-    **{
-        "mean": Mean,
-        "spoc": Mean,
-        "max": Max,
-        "cls": ClassToken,
-        "cls_mean": ClassTokenAndMean,
-        "native": Native,
-    }
+    "mean": Mean,
+    "spoc": Mean,
+    "max": Max,
+    "cls": ClassToken,
+    "cls_mean": ClassTokenAndMean,
+    "native": Native,
 }
 
 
 def for_pooling(
     pooling: nn.Module, features: Tensor, network: str, prefix: int = 0
 ) -> tuple[Tensor, ...]:
-    """Return maps (n, C, h, w), or tokens (n, t, C) as (n, C, t, 1), with the class token if the
-    pooling uses it.
+    """Return the arguments for a pooling: the features, and the class token if it uses that.
 
-    The first `prefix` tokens stand for no part of the image. Messages call the network `network`.
+    Args:
+        features: maps (n, C, h, w), or tokens (n, t, C), which become (n, C, t, 1).
+        network: its name in messages.
+        prefix: number of first tokens that stand for no part of the image.
     """
     if features.ndim != 3:
         return (features,)
     wants = getattr(pooling, "needs_class_token", False)
     skipped = max(prefix, 1) if wants else prefix  # some networks do not count their class token
     if wants and features.shape[1] == skipped and getattr(pooling, "widens", 1) > 1:
-        raise DistapError(f"pooling: {network} gives no tokens but that of the class; choose cls")
+        raise DistapError(
+            "network.no_tokens",
+            f"pooling: {network} gives no tokens but that of the class; choose cls",
+        )
     maps = features[:, skipped:].transpose(1, 2).unsqueeze(-1)
     return (maps, features[:, :skipped]) if wants else (maps,)
 
 
 def pooled(pooling: nn.Module, features: Tensor) -> Tensor:
-    """Pool what a network of the caller returned: maps, or tokens of which the first is that of the
-    class.
-    """
+    """Pool the output of a caller's network: maps, or tokens of which the first is the class's."""
     result: Tensor = pooling(*for_pooling(pooling, features, "the network"))
     return result
 
@@ -133,9 +135,7 @@ class AutoPooling:
     """GeM for a plain CNN, the backbone's own pooling for others."""
 
     def build(self, backbone: nn.Module | None = None) -> nn.Module:
-        """Return GeM for a plain CNN, and the backbone's own pooling for others or if none is
-        given.
-        """
+        """Return GeM for a plain CNN, and Native for other backbones or without one."""
         has_own = backbone is None or (hasattr(backbone, "forward_head") and not is_plain(backbone))
         return Native() if has_own else GeM()
 

@@ -1,6 +1,7 @@
 """Read a trained network from a run, checkpoint, saved folder or hub; start a training from one."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -23,14 +24,14 @@ from distap.registry import GIVEN, build_recorded
 from distap.storage.locations import from_folder
 from distap.storage.texts import read_json
 
-# Files of a saved folder: of a whole network, or of what training changed.
+# Files of a saved folder: of all tensors of a network, or of those that training changed.
 CONFIG = "config.json"
 BACKBONE = "model.safetensors"
 HEAD = "head.safetensors"
 ADAPTERS = "adapter_model.safetensors"
 CHANGED = "changed.safetensors"
 HUB = "hf-hub:"
-# prefixes of its tensors in a checkpoint
+# Prefixes of the network's tensors in a checkpoint.
 OF_NETWORK = "network."
 OF_AVERAGE = "ema."
 
@@ -41,7 +42,7 @@ class TrainedNetwork:
 
     whole: ClassVar[bool] = True  # see `build_network`
     where: str  # for messages
-    # a recipe, or the `distap` section of config.json; either has a section `model`
+    # A recipe, or the `distap` section of config.json; either has a section `model`.
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
     folder: str | None = None  # that relative paths of the recipe were relative to
@@ -49,111 +50,119 @@ class TrainedNetwork:
     trusted: bool = False  # whether its record may name classes that are not distap's
 
     def load(self, network: RetrievalNetwork) -> None:
-        """Load the network, merging its adapters; a DistapError names each required key that
-        differs.
+        """Load the network, merging its adapters.
+
+        Raises:
+            DistapError: the recipe's network is another one; the message lists the keys that it
+                needs. Or the tensors do not fit.
         """
-        others = self._others(network)
-        if others:
+        differing = self._differing(network)
+        if differing:
             raise DistapError(
+                "weights.other_recipe",
                 f"{self.where}: this network is not the recipe's; to begin from it, the recipe"
                 " needs\n"
-                + "\n".join(f"  model.{key}: {json.dumps(value)}" for key, value in others.items())
-                + "\nFor its backbone alone, `distap export --format safetensors` it and set"
-                f" model.weights to {{name: file, path: FOLDER/{BACKBONE}}}"
+                + "".join(f"  model.{key}: {json.dumps(differing[key])}\n" for key in differing)
+                + "For its backbone alone, `distap export --format safetensors` it and set"
+                f" model.weights to {{name: file, path: FOLDER/{BACKBONE}}}",
             )
-        model = self.settings["model"]
         base = self.settings.get("base")
         if base is not None:
             self._load_base(network, base)
-        adapter = model.get("adapter")
-        if adapter is not None:
+        has_adapters = self.settings["model"].get("adapter") is not None
+        if has_adapters:
             self._part("adapter").adapt(network, self.settings["data"]["image_size"])
-        state = network.state_dict()
-        unchanged = {} if base is None else base["sha256"]
-        kept = {
-            name: one
-            for name, one in state.items()
-            if name.replace(".base_layer.", ".") in unchanged
+        self._load_tensors(network, names_of_base={} if base is None else base["sha256"])
+        network.adapters = merge(network) if has_adapters else {}
+        network.begun = self.begun
+
+    def _load_tensors(self, network: RetrievalNetwork, names_of_base: Collection[str]) -> None:
+        own = network.state_dict()
+        tensors = {
+            name: tensor
+            for name, tensor in own.items()
+            if name.replace(".base_layer.", ".") in names_of_base
         }
-        if model.get("projection") is None:
+        if self.settings["model"].get("projection") is None:
             # A recipe may add a projection to a network that was trained without one; it stays as
             # it was built.
-            kept |= network.head.state_dict(prefix="head.")
+            tensors |= network.head.state_dict(prefix="head.")
+        tensors |= self.tensors
         try:
-            # An engine may have saved a vector of one number without dimensions.
-            single = {
-                name: one
-                for name, one in self.tensors.items()
-                if one.numel() == 1 and name in state
-            }
-            own = {name: one.reshape(state[name].shape) for name, one in single.items()}
-            network.load_state_dict({**kept, **self.tensors, **own})
+            for name in own.keys() & tensors.keys():
+                # An engine may have saved a vector of one number without dimensions.
+                if tensors[name].numel() == 1:
+                    tensors[name] = tensors[name].reshape(own[name].shape)
+            network.load_state_dict(tensors)
         except RuntimeError as error:
-            why = shorten(str(error), 400)  # it lists every tensor that does not fit
+            reason = shorten(str(error), 400)  # it lists every tensor that does not fit
             raise DistapError(
-                f"{self.where}: its tensors are not those of its network: {why}"
+                "weights.other_tensors",
+                f"{self.where}: its tensors are not those of its network: {reason}",
             ) from error
-        network.adapters = {} if adapter is None else merge(network)
-        network.begun = self.begun
 
     def _part(self, kind: str) -> Any:
         return build_recorded(kind, self.settings["model"][kind], self.trusted)
 
     def _load_base(self, network: RetrievalNetwork, base: dict[str, Any]) -> None:
-        """Load the weights that the settings name, and compare them with the record that was saved
-        of them.
-        """
+        """Load the weights that the settings name, and compare them with the record of them."""
         model = self.settings["model"]
-        known = base["sha256"]
-        of = ", ".join(str(value) for value in model["weights"].values() if value)
-        named = (
-            f"{self.where}: its base is {model['backbone']} with the weights of {of} (timm"
-            f" {base['timm']})"
+        weights_name = ", ".join(str(value) for value in model["weights"].values() if value)
+        where = (
+            f"{self.where}: its base is {model['backbone']} with the weights of {weights_name}"
+            f" (timm {base['timm']})"
         )
         try:
             weights = self._part("weights")
             weights.load(network if getattr(weights, "whole", False) else network.backbone)
         except DistapError as error:
-            raise DistapError(f"{named}: {error}") from error
-        found = digests_of(network)
-        others = sorted(name for name in known if known[name] != found.get(name))
-        if others:
+            raise DistapError(error.code, f"{where}: {error}") from error
+        expected = base["sha256"]
+        digests = digests_of(network)
+        changed = sorted(name for name in expected if expected[name] != digests.get(name))
+        if changed:
             raise DistapError(
-                f"{named}; here (timm {timm.__version__}) {len(others)} of its {len(known)} tensors"
-                f" differ: {shorten(', '.join(others), 150)}. Get those weights, or the whole"
-                " network (--format safetensors)"
+                "network.changed_base",
+                f"{where}; here (timm {timm.__version__}) {len(changed)} of its {len(expected)}"
+                f" tensors differ: {shorten(', '.join(changed), 150)}. Get those weights, or the"
+                " whole network (--format safetensors)",
             )
 
-    def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
-        """Return what the network has in place of what the recipe's section `model` says, by
-        key."""
+    def _differing(self, network: RetrievalNetwork) -> dict[str, Any]:
+        """Return the settings of the record's section `model` that the network does not have."""
         model = self.settings["model"]
-        others = dict[str, Any]()
         backbone = model.get("backbone")
-        wanted = model["projection"]
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
-            return others
-        about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
-        if about is not None:
-            own = torch.stack([network.mean, network.std]).flatten(1).cpu() / 255
-            of_pixels = torch.tensor([about.mean, about.std]).sub(own).abs().max() > 1e-6
-            if of_pixels or about.architecture != architecture_of(network.backbone):
-                others["backbone"] = backbone
+            return {}
         pooling = self._part("pooling")
-        built = (
+        pool = (
             pooling.build(network.backbone) if isinstance(pooling, AutoPooling) else pooling.build()
         )
-        dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
+        # To a network without a projection a recipe may add one, which then stays random.
+        projection = model["projection"]
+        has_projection = not isinstance(network.head, nn.Identity)
         same = {
-            "pooling": settings_of(built) == settings_of(network.pooling),
+            "backbone": not isinstance(backbone, str) or _is_backbone(backbone, network),
+            "pooling": settings_of(pool) == settings_of(network.pooling),
             "layer_norm": model["layer_norm"] == network.layer_norm,
-            # To a network without a projection a recipe may add one, which then stays random.
             "unit_length": (
-                wanted is None or model["unit_length"] == isinstance(network.head, UnitLinear)
+                projection is None or model["unit_length"] == isinstance(network.head, UnitLinear)
             ),
-            "projection": wanted in (None, dimensions),
+            "projection": (
+                projection is None or (has_projection and projection == network.dimensions)
+            ),
         }
-        return others | {key: model[key] for key, is_same in same.items() if not is_same}
+        return {key: model[key] for key, is_same in same.items() if not is_same}
+
+
+def _is_backbone(name: str, network: RetrievalNetwork) -> bool:
+    """Return whether a network has the architecture and the pixels of a name that timm knows."""
+    config = timm.get_pretrained_cfg(name)
+    if config is None:
+        return True
+    pixels = torch.stack([network.mean, network.std]).flatten(1).cpu() / 255
+    difference = (torch.tensor([config.mean, config.std]) - pixels).abs().max()
+    return bool(difference <= 1e-6) and config.architecture == architecture_of(network.backbone)
 
 
 @dataclass(frozen=True)
@@ -173,51 +182,46 @@ class RunWeights:
 
     def load(self, network: RetrievalNetwork) -> None:
         try:
-            is_elsewhere = is_saved(self.path)
-            (read_saved(self.path) if is_elsewhere else read_checkpoint(self.path, self.best)).load(
-                network
-            )
+            if is_saved(self.path):
+                trained = read_saved(self.path)
+            else:
+                trained = read_checkpoint(self.path, self.best)
+            trained.load(network)
         except DistapError as error:
-            raise type(error)(f"model.weights: {error}") from error
+            raise type(error)(error.code, f"model.weights: {error}") from error
 
 
 def is_saved(source: str) -> bool:
-    """Tell whether a source is a saved network (a folder or a hub name) for `read_saved`, and no
-    run.
-    """
+    """Return whether `read_saved` reads a source, a folder or a name on the hub; it is no run."""
     return source.startswith(HUB) or (Path(source) / CONFIG).is_file()
 
 
 def read_saved(source: str, trusted: bool = False, **download: Any) -> TrainedNetwork:
-    """Read a network from the Hugging Face hub, or from a folder of `save_pretrained` or `distap
-    export`.
+    """Read a network from the Hugging Face hub, or a folder of `save_pretrained` or an export.
 
-    `download` are options of huggingface_hub's snapshot_download. A record that is `trusted` may
-    name any class.
+    Args:
+        trusted: whether the network's record may name any class.
+        download: options of huggingface_hub's snapshot_download.
     """
     name = source.removeprefix(HUB)
     try:
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
         settings = dict(read_json(folder / CONFIG)["distap"])
-        settings["model"] = dict(settings["model"])
-        if settings.get("base") is not None:
-            adapters = (
-                {}
-                if settings["model"]["adapter"] is None
-                else from_peft(load_file(folder / ADAPTERS))
-            )
-            tensors = load_file(folder / CHANGED) | adapters
-            return TrainedNetwork(
-                source, settings, tensors, str(folder), settings["model"], trusted
-            )
-        tensors = {
-            f"backbone.{key}": tensor for key, tensor in load_file(folder / BACKBONE).items()
-        }
-        return TrainedNetwork(
-            source, settings, tensors | load_file(folder / HEAD), str(folder), trusted=trusted
-        )
+        model = dict(settings["model"])
+        settings["model"] = model
+        if settings.get("base") is None:
+            backbone = load_file(folder / BACKBONE)
+            tensors = {f"backbone.{key}": tensor for key, tensor in backbone.items()}
+            tensors |= load_file(folder / HEAD)
+            return TrainedNetwork(source, settings, tensors, str(folder), trusted=trusted)
+        tensors = load_file(folder / CHANGED)
+        if model["adapter"] is not None:
+            tensors |= from_peft(load_file(folder / ADAPTERS))
+        return TrainedNetwork(source, settings, tensors, str(folder), model, trusted)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DistapError(f"{source}: not a network that distap has saved: {error!r}") from error
+        raise DistapError(
+            "weights.not_a_network", f"{source}: not a network that distap has saved: {error!r}"
+        ) from error
 
 
 def read_checkpoint(
@@ -230,20 +234,24 @@ def read_checkpoint(
     with opened_checkpoint(source, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         state = checkpoint.state("recipe")
-        # Optimiser and memory stay on disk.
+        # Optimiser and memory stay on disk. The average, if there is one, replaces the parameters.
         tensors = {
-            name.removeprefix(prefix): tensor  # the average replaces the parameters
+            name.removeprefix(prefix): tensor
             for prefix in (OF_NETWORK, OF_AVERAGE)
             for name, tensor in checkpoint.tensors(prefix).items()
         }
-    # The record holds what a hub or folder said of the backbone, so that neither is asked again.
     recipe = state["recipe"]
     folder = state.get("folder")
     weights = recipe["model"]["weights"]
     if folder and not weights.get("path", HUB).startswith(HUB):
         weights = {**weights, "path": from_folder(weights["path"], folder)}
-    begun = {**recipe["model"], "weights": weights}
-    model = {**recipe["model"], **state.get("backbone", {})}
+    # The record holds what a hub or folder said of the backbone, so that neither is asked again.
+    model = recipe["model"] | state.get("backbone", {})
     return TrainedNetwork(
-        checkpoint.where, {**recipe, "model": model}, tensors, folder, begun, trusted
+        checkpoint.where,
+        settings=recipe | {"model": model},
+        tensors=tensors,
+        folder=folder,
+        begun=recipe["model"] | {"weights": weights},
+        trusted=trusted,
     )

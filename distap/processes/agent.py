@@ -1,5 +1,4 @@
-"""Run this host's ranks: start them, watch them, pass signals on to them, and start them again
-after a failure.
+"""Run this host's ranks: start and watch them, pass signals on, and restart them after a failure.
 
 The launcher imports what its ranks need, forks them, and computes nothing itself, since forks of a
 process that has computed with threads, or opened a GPU, hang or fail:
@@ -51,21 +50,21 @@ class Place:
 
 
 class Agent:
-    """Run `python -m PROGRAM...` on this host's ranks, which have `grace_seconds` to leave after a
-    signal.
+    """Run `python -m PROGRAM...` on this host's ranks.
+
+    They have `grace_seconds` to leave after a signal.
     """
 
     def __init__(self, place: Place, program: Sequence[str], grace_seconds: float) -> None:
         self._place = place
         self._program = program
         self._patience = grace_seconds + MARGIN_SECONDS
-        self._heard: list[int] = []  # signals to pass on
+        self._signals: list[int] = []  # to pass on
         self._is_asked = False  # to stop
         self._ranks: dict[int, Any] = {}  # processes
 
     def run(self, restarts: int) -> int:
-        """Start the ranks, and again after `restarts` failures at most; return the host's exit
-        status.
+        """Start the ranks, again after each of at most `restarts` failures; return the exit status.
 
         Afterwards this process ignores signals: all that is left is to leave.
         """
@@ -83,11 +82,11 @@ class Agent:
                 # Other users of this host can reach its loopback address.
                 if not secret_of_run():
                     os.environ[SECRET] = secrets.token_hex()
-                mine, theirs = Pipe()
-                store = forking_context().Process(target=_serve_store, args=(theirs, os.getpid()))
+                receiver, sender = Pipe()
+                store = forking_context().Process(target=_serve_store, args=(sender, os.getpid()))
                 store.start()
-                theirs.close()  # or this process would wait for ever for a store that has died
-                port = mine.recv()
+                sender.close()  # or this process would wait for ever for a store that has died
+                port = receiver.recv()
             for failures in itertools.count():
                 self._start(port, failures)
                 self._watch()
@@ -96,7 +95,7 @@ class Agent:
                 # same again.
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
-            self._tell(status)
+            self._log_end(status)
         finally:
             go_deaf()
             self._kill()
@@ -108,20 +107,19 @@ class Agent:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between any two lines of Python, also while ranks are being forked. So it
         # takes a note, and `_watch` passes the signal on.
-        self._heard.append(number)
+        self._signals.append(number)
         self._is_asked = self._is_asked or number != TRACE_SIGNAL
 
     def _start(self, port: int, failures: int) -> None:
         place = self._place
         if place.port:
-            last = place.first + place.ranks - 1
-            meeting = f"{place.address}:{place.port}, and wait there for all"
             logger.info(
-                "starting ranks %d to %d of %d, which all meet at %s",
+                "starting ranks %d to %d of %d, which all meet at %s:%d, and wait there for all",
                 place.first,
-                last,
+                place.first + place.ranks - 1,
                 place.size,
-                meeting,
+                place.address,
+                place.port,
             )
         self._ranks.clear()
         # A fork has this process's handlers until it sets its own. A signal in between would be
@@ -133,23 +131,22 @@ class Agent:
                 # The same names as torchrun's: a rank need not know which of the two has started
                 # it.
                 environment = {
-                    **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
-                    **{"MASTER_ADDR": place.address, "MASTER_PORT": port},
-                    **{
-                        "LOCAL_WORLD_SIZE": place.ranks,
-                        "TORCHELASTIC_USE_AGENT_STORE": place.port == 0,
-                    },
-                    **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
+                    "RANK": f"{rank}",
+                    "LOCAL_RANK": f"{local_rank}",
+                    "WORLD_SIZE": f"{place.size}",
+                    "MASTER_ADDR": place.address,
+                    "MASTER_PORT": f"{port}",
+                    "LOCAL_WORLD_SIZE": f"{place.ranks}",
+                    "TORCHELASTIC_USE_AGENT_STORE": f"{place.port == 0}",
+                    "TORCHELASTIC_RUN_ID": "distap",
+                    "TORCHELASTIC_RESTART_COUNT": f"{failures}",
                 }
                 if place.port == 0 and sys.platform == "linux":
                     # Or gloo would listen at the address that the host's name stands for.
                     environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-                given = (
-                    os.getpid(),
-                    self._program,
-                    {name: str(value) for name, value in environment.items()},
+                self._ranks[rank] = forking_context().Process(
+                    target=_be_rank, args=(os.getpid(), self._program, environment)
                 )
-                self._ranks[rank] = forking_context().Process(target=_be_rank, args=given)
                 self._ranks[rank].start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -161,8 +158,8 @@ class Agent:
             patience = None
             # Ctrl-C, SIGHUP and SIGTERM ask for the same, so ranks get SIGTERM for each; a trace
             # asks for no end.
-            while self._heard:
-                number = self._heard.pop(0)
+            while self._signals:
+                number = self._signals.pop(0)
                 if number != TRACE_SIGNAL:
                     number = signal.SIGTERM
                     patience = self._patience
@@ -181,11 +178,12 @@ class Agent:
             time.sleep(POLL_SECONDS)
 
     def _statuses(self) -> dict[int, int]:
-        """Return the exit statuses of ranks that have left, minus a signal's number if it killed
-        one.
-        """
-        left = {rank: process.exitcode for rank, process in self._ranks.items()}
-        return {rank: status for rank, status in left.items() if status is not None}
+        """Return the exit statuses of ranks that have left; of a killed one, minus the signal."""
+        return {
+            rank: process.exitcode
+            for rank, process in self._ranks.items()
+            if process.exitcode is not None
+        }
 
     def _kill(self) -> None:
         """Kill the ranks that still run, with their own processes, and wait for their end."""
@@ -198,23 +196,20 @@ class Agent:
         for process in self._ranks.values():
             process.join(LEAVE_SECONDS)  # a rank that the kernel holds cannot be killed
 
-    def _tell(self, status: int) -> None:
-        left = ", ".join(
-            f"rank {rank} (pid {self._ranks[rank].pid}): "
-            + (f"status {each}" if each > 0 else signal.Signals(-each).name)
-            for rank, each in self._statuses().items()
-            if each != FINISHED
-        )
+    def _log_end(self, status: int) -> None:
+        ends = []
+        for rank, left_with in self._statuses().items():
+            if left_with != FINISHED:
+                end = f"status {left_with}" if left_with > 0 else signal.Signals(-left_with).name
+                ends.append(f"rank {rank} (pid {self._ranks[rank].pid}): {end}")
         if status == RESTART:
-            logger.warning("stopped on request: %s", left)
+            logger.warning("stopped on request: %s", ", ".join(ends))
         elif status != FINISHED:
-            logger.error("not all ranks finished: %s", left)
+            logger.error("not all ranks finished: %s", ", ".join(ends))
 
 
 def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
-    """Return a host's exit status from its ranks' `statuses` and from whether it `is_asked` to
-    stop.
-    """
+    """Return a host's exit status, given those of its ranks and whether it `is_asked` to stop."""
     left = set(statuses.values())
     if MISTAKE in left:
         return MISTAKE
@@ -226,9 +221,7 @@ def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
 
 
 def _serve_store(pipe: Connection, launcher: int) -> None:
-    """Serve the ranks' store, and tell its port; a rank that is lost does not take this store with
-    it.
-    """
+    """Serve the ranks' store, which outlives any rank, and send its port through the pipe."""
     go_deaf()
     die_with_parent(launcher)
     # torch's own socket would listen at all addresses of this host.
@@ -259,7 +252,7 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
             signal.signal(
                 number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             )
-    # a trace is asked for in vain until the rank listens
+    # A trace cannot be had until the rank listens.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ |= environment
     for stream in (sys.stdout, sys.stderr):

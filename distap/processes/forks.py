@@ -1,6 +1,4 @@
-"""Forks, which start at once with everything that this process has imported, other trainings, and
-daemon threads.
-"""
+"""Start forks, which have all that this process has imported, other trainings, and threads."""
 
 import atexit
 import ctypes
@@ -29,17 +27,16 @@ T = TypeVar("T")
 
 
 def forking_context() -> Any:
-    """Return the multiprocessing context that forks on Linux, where forking is safe, or else the
-    default.
-    """
+    """Return the multiprocessing context that forks, on Linux alone, where forking is safe."""
     # The default of Python 3.14 is a server that forks: it would import torch again, and outlive
     # this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies; end it now if `parent` has died
-    already.
+    """Have the kernel kill this process when its parent dies.
+
+    End it now if the process `parent` has died already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -47,14 +44,21 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(FAILED)
 
 
-def start_training(recipe: Path, ranks: int, output: Path, **more: str) -> subprocess.Popen[bytes]:
-    """Start `distap train` on a recipe; it ends with this process, and what it prints is appended
-    to `output`.
+def start_training(
+    recipe: Path, ranks: int, output: Path, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start `distap train` on a recipe, and append what it prints to `output`.
+
+    It ends with this process, and has the variables of `environment` on top of those here.
     """
     command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(ranks)]
     with output.open("ab") as file:
         return subprocess.Popen(
-            command, stdout=file, stderr=file, env=os.environ | more, preexec_fn=die_with_parent
+            command,
+            stdout=file,
+            stderr=file,
+            env=os.environ | environment,
+            preexec_fn=die_with_parent,
         )
 
 
@@ -67,22 +71,23 @@ def last_error(output: Path) -> str:
 
 
 def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]:
-    """Run `work` in a thread that does not keep the process alive, as an executor's would; or
-    `here`, in this one.
+    """Run `work` in a thread that does not keep the process alive, as an executor's would.
+
+    With `here`, run it in this thread.
     """
     future = Future[T]()
 
     def run() -> None:
         nonlocal work
-        tell: Callable[[], None]
+        finish: Callable[[], None]
         try:
-            tell = partial(future.set_result, work())
+            finish = partial(future.set_result, work())
         except BaseException as error:
-            tell = partial(future.set_exception, error)
-        # Before the result is told, after which the process may end: a thread that frees a tensor
+            finish = partial(future.set_exception, error)
+        # Before the result is known, after which the process may end: a thread that frees a tensor
         # while Python ends aborts the process.
         del work
-        tell()
+        finish()
 
     if here:
         run()
@@ -92,9 +97,7 @@ def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]
 
 
 def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
-    """Start a thread that does not keep the process alive for ever, but that the end of Python
-    waits for a while.
-    """
+    """Start a thread that keeps the process alive for a while at most: see `end_daemons`."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     _DAEMONS.add(thread)
     thread.start()
@@ -103,8 +106,7 @@ def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
 
 @atexit.register
 def end_daemons() -> list[str]:
-    """Wait END_SECONDS at most for the threads of `start_daemon`; return the names of those that
-    still run.
+    """Wait END_SECONDS at most for the threads of `start_daemon`; return the names of the others.
 
     Python ends a thread that asks for its lock while Python ends. One that does so on its way back
     from C++, such as from a call to torch's store, aborts the process: 'terminate called without an

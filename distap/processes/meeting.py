@@ -19,8 +19,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
@@ -28,14 +30,17 @@ from distap.errors import CollectiveError, DistapError, logger
 from distap.processes.forks import in_daemon
 from distap.processes.shared_values import SECRET, SharedValues, secret_of_run
 
+NEWEST = "distap/attempt"  # key of the number of the newest attempt
 POLL_SECONDS = 0.05
-FEW_RANKS = 128  # more of them ask the store less often
+FEW_RANKS = 128  # more of them look into the store less often
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
 NAMED_RANKS = 8  # ranks that a message names
 
 
 @dataclass(frozen=True)
 class RankProcess:
+    """A rank, and the process that it is."""
+
     rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -45,10 +50,15 @@ class RankProcess:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
+Members = list[RankProcess]  # in the order of ranks
+
+
 @dataclass(frozen=True)
 class Party:
+    """All ranks, and the store at which they met."""
+
     store: Store  # without keys of earlier attempts
-    members: list[RankProcess]  # in the order of ranks
+    members: Members
     address: str  # host:port of the store
     rank: int  # of this process
     serves: bool  # whether the store lives in this process
@@ -56,15 +66,15 @@ class Party:
 
     @property
     def scope(self) -> str:
-        """The processes that share values in the store: other starts, of this run or another, have
-        others.
-        """
+        """Return a text that no other start, of this run or another, has for its shared values."""
         return " ".join(member.nonce for member in self.members)
 
 
 def join(rank: int, size: int, timeout_seconds: float) -> Party:
-    """Wait for all ranks at the store MASTER_ADDR:MASTER_PORT; raise a CollectiveError if some are
-    missing.
+    """Wait for all ranks at the store MASTER_ADDR:MASTER_PORT.
+
+    Raises:
+        CollectiveError: ranks are missing, or the store cannot be reached.
     """
     deadline = time.monotonic() + timeout_seconds
     host = os.environ["MASTER_ADDR"]
@@ -73,64 +83,75 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
     late = f"within {timeout_seconds:g} s"
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     secret = secret_of_run()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
     # Rank 0 may start later than the others, so they knock until its port is open, within the time
     # that all have. TCPStore itself waits up to twice the time-out for an open port, and then fails
     # in C++.
     while not serves:
+        patience = max(deadline - time.monotonic(), 0.1)
         try:
-            socket.create_connection(
-                (host, port), timeout=max(deadline - time.monotonic(), 0.1)
-            ).close()
+            socket.create_connection((host, port), timeout=patience).close()
             break
         except OSError as error:
             if time.monotonic() + 2 * POLL_SECONDS > deadline:
-                hint = "is its host up, and the port open from here?"
                 raise CollectiveError(
-                    f"{where} cannot be reached {late}: {error}; {hint}"
+                    "ranks.store_unreachable",
+                    f"{where} cannot be reached {late}: {error}; is its host up, and the port open"
+                    " from here?",
                 ) from error
         time.sleep(2 * POLL_SECONDS)
 
-    def joined() -> Party:
-        left = timedelta(seconds=max(deadline - time.monotonic(), 1))
-        has_others = size > 1 and (size > local_ranks or "LOCAL_WORLD_SIZE" not in os.environ)
-        listener = listening_socket(host, port, has_others) if serves else None
-        # torchrun's agent makes a store that listens at all addresses.
-        is_open = not serves or (
-            listener is not None and not _is_loopback(listener.getsockname()[0])
-        )
-        if rank == 0 and size > 1 and is_open and not secret:
-            message = (
+    def join_at_store() -> Party:
+        listener = None
+        if serves:
+            # Without torchrun's names, any rank may be of another host.
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            listener = listening_socket(host, port, has_others=size > local_ranks)
+        if rank == 0 and size > 1 and not secret and _is_exposed(serves, listener):
+            logger.warning(
                 "%s has no secret: whoever can reach it can end this training; set %s to one text"
-                " on all hosts"
+                " on all hosts",
+                where,
+                SECRET,
             )
-            logger.warning(message, where, SECRET)
-        descriptor = None if listener is None else listener.detach()
         try:
             server = TCPStore(
                 host,
                 port,
                 is_master=serves,
-                timeout=left,
+                timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
                 wait_for_workers=False,
                 multi_tenant=True,
-                master_listen_fd=descriptor,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         except DistError as error:
             raise CollectiveError(
-                f"{where} cannot be opened: {str(error).splitlines()[0]}"
+                "ranks.store_unreachable",
+                f"{where} cannot be opened: {str(error).splitlines()[0]}",
             ) from error
-        # what is left to join is too short for later
+        # The time left to join is too short for later calls.
         server.set_timeout(timedelta(seconds=timeout_seconds))
-        store, members = _met(server, RankProcess(rank), size, timeout_seconds, deadline, secret)
+        me = RankProcess(rank)
+        store, members = gather_members(server, me, size, timeout_seconds, deadline, secret)
         return Party(store, members, f"{host}:{port}", rank, serves, secret)
 
     # A call to a store over a broken network never returns, whatever its time-out, so its thread is
     # abandoned.
-    party = in_daemon(joined, "distap-join")
+    party = in_daemon(join_at_store, "distap-join")
     if not wait([party], deadline + LATE_SECONDS - time.monotonic()).done:
-        raise CollectiveError(f"{where} did not answer {late}: the network to it is broken")
+        raise CollectiveError(
+            "ranks.store_unreachable",
+            f"{where} did not answer {late}: the network to it is broken",
+        )
     return party.result()
+
+
+def _is_exposed(serves: bool, listener: socket.socket | None) -> bool:
+    """Return whether other hosts can reach the store.
+
+    torchrun's agent makes a store that listens at all addresses.
+    """
+    return not serves or (listener is not None and not _is_loopback(listener.getsockname()))
 
 
 def listening_socket(host: str, port: int, has_others: bool = False) -> socket.socket | None:
@@ -142,20 +163,7 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
     loopback address here, as Debian has it of a machine's own name. None if the port is in use: the
     store that uses it may be one of this process, which torch then shares.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:  # a name that is not known yet
-        found = []
-    # The other hosts may know another of several addresses than this one.
-    if (
-        has_others
-        and len({str(address[0]) for *_, address in found if not _is_loopback(str(address[0]))}) > 1
-    ):
-        found = []
-    is_loopback_named = host == "localhost" or _is_loopback(host)
-    for family, _, _, _, address in found:
-        if has_others and _is_loopback(str(address[0])) and not is_loopback_named:
-            continue
+    for family, address in _addresses_of(host, port, has_others):
         try:
             return socket.create_server(address, family=family)
         except OSError as error:
@@ -165,25 +173,43 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
         "%s (MASTER_ADDR) is no address of this host alone: the store listens at all of them", host
     )
     is_dual = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    with suppress(OSError):
         return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
-    except OSError:
-        return None
+    return None
+
+
+def _addresses_of(
+    host: str, port: int, has_others: bool
+) -> Sequence[tuple[socket.AddressFamily, Any]]:
+    """Return the family and address of each address at which the store may listen alone."""
+    try:
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # a name that is not known yet
+        return []
+    addresses = [(family, address) for family, *_, address in entries]
+    if not has_others:
+        return addresses
+    reachable = [entry for entry in addresses if not _is_loopback(entry[1])]
+    # The other hosts may know another of several addresses than this one.
+    if len({address[0] for _, address in reachable}) > 1:
+        return []
+    return addresses if host == "localhost" or _is_loopback((host,)) else reachable
 
 
 def warn_of_loopback(members: Sequence[RankProcess]) -> None:
-    """Warn if ranks of other hosts would connect to themselves: gloo gives them the address of this
-    host's name.
+    """Warn if ranks of other hosts would connect to themselves.
+
+    gloo gives them the address of this host's name.
     """
     if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-    except OSError:  # a name that nobody knows, which gloo will say
+    except OSError:  # a name that nobody knows, which gloo reports
         return
-    if _is_loopback(address):
+    if _is_loopback((address,)):
         logger.warning(
             "this host calls itself %s, which is %s here: other hosts cannot reach it; set"
             " GLOO_SOCKET_IFNAME to the network card that leads to them (`ip route`)",
@@ -192,70 +218,92 @@ def warn_of_loopback(members: Sequence[RankProcess]) -> None:
         )
 
 
-def _is_loopback(address: str) -> bool:
+def _is_loopback(address: Sequence[Any]) -> bool:
+    """Return whether the first part of a socket's address is one that other hosts cannot reach."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(address[0]).is_loopback
     except ValueError:  # a name
         return False
 
 
-def _met(
+class _Attempt:
+    """An attempt of all ranks to meet, which this rank answers: a store without other keys."""
+
+    def __init__(self, server: Store, number: int, me: RankProcess, secret: bytes) -> None:
+        self.number = number
+        self.store = PrefixStore(f"distap/{number}", server)
+        scope = f"attempt {number}"
+        self.answers = SharedValues[RankProcess](RankProcess, self.store, secret, scope)
+        self._members = SharedValues[Members](Members, self.store, secret, scope)
+        self.answers.write(f"here/{me.rank}", me)
+
+    def members(self) -> Members | None:
+        # `check` answers at once, where `get` would wait for a missing key and hide who it is that
+        # is missing.
+        return self._members.read(["members"])[0]
+
+    def write_members(self, keys: list[str]) -> None:
+        """Write down who the ranks are, once all have answered under their `keys`."""
+        if self.store.check(keys):
+            ranks = [answer for answer in self.answers.read(keys) if answer is not None]
+            if len(ranks) == len(keys):
+                self._members.write("members", ranks)
+
+
+def gather_members(
     server: Store,
     me: RankProcess,
     size: int,
     timeout_seconds: float,
     deadline: float,
     secret: bytes = b"",
-) -> tuple[Store, list[RankProcess]]:
-    """Return the store of the newest attempt and the ranks in it, once rank 0 has written them
-    down.
+) -> tuple[Store, Members]:
+    """Return the store of the newest attempt and its ranks, once rank 0 has written them down.
+
+    Raises:
+        CollectiveError: ranks are missing at the `deadline`.
+        DistapError: another rank expects another number of ranks.
     """
+    is_first = me.rank == 0
     keys = [f"here/{rank}" for rank in range(size)]
-    attempt = answered = 0
+    # Rank 0 counts up once, by 1. The others add 0, which reads the number: in a store that
+    # outlives its ranks the first one that they find may be that of an attempt before, which
+    # rank 0 is about to leave behind.
+    attempt = _Attempt(server, server.add(NEWEST, int(is_first)), me, secret)
     while True:
-        # Rank 0 counts up once, by 1. The others add 0, which reads the number: in a store that
-        # outlives its ranks the first one that they find may be that of an attempt before, which
-        # rank 0 is about to leave behind.
-        if me.rank != 0 or attempt == 0:
-            attempt = server.add("distap/attempt", int(me.rank == 0))
-        store = PrefixStore(f"distap/{attempt}", server)
-        answers = SharedValues[RankProcess](RankProcess, store, secret, f"attempt {attempt}")
-        written = SharedValues[list[RankProcess]](
-            list[RankProcess], store, secret, f"attempt {attempt}"
-        )
-        if attempt != answered:
-            answers.write(f"here/{me.rank}", me)
-            answered = attempt
-        if me.rank == 0 and store.check(keys):
-            ranks = [answer for answer in answers.read(keys) if answer is not None]
-            if len(ranks) == size:
-                written.write("members", ranks)
-        # `check` answers at once, where `get` would wait for a missing key and hide who it is that
-        # is missing.
-        [members] = written.read(["members"])
+        if is_first:
+            attempt.write_members(keys)
+        members = attempt.members()
         if members and me in members:  # or else they are of an earlier attempt
-            if len(members) != size:
-                raise DistapError(
-                    f"{me} was started as one of {size} ranks, {members[0]} as one of"
-                    f" {len(members)}"
-                )
-            return store, members
+            if len(members) == size:
+                return attempt.store, members
+            raise DistapError(
+                "ranks.sizes_differ",
+                f"{me} was started as one of {size} ranks, {members[0]} as one of {len(members)}",
+            )
         if time.monotonic() > deadline:
-            raise CollectiveError(_why_not_met(store, answers, keys, timeout_seconds))
+            raise CollectiveError(
+                "ranks.missing", _why_not_met(attempt.answers, keys, timeout_seconds)
+            )
         time.sleep(POLL_SECONDS * max(1, size / FEW_RANKS))
+        newest = server.add(NEWEST, 0)
+        if newest != attempt.number and not is_first:
+            attempt = _Attempt(server, newest, me, secret)
 
 
 def _why_not_met(
-    store: Store, answers: SharedValues[RankProcess], keys: Sequence[str], timeout_seconds: float
+    answers: SharedValues[RankProcess], keys: Sequence[str], timeout_seconds: float
 ) -> str:
-    """Say which ranks are missing, and which have answered without this run's secret."""
+    """Return which ranks are missing, and which have answered without this run's secret."""
     ranks = answers.read(keys)
     # If all have answered, but are not written down, rank 0 is the one that is gone.
     missing = [rank for rank, answer in enumerate(ranks) if answer is None] or [0]
     foreign = [rank for rank in missing if answers.is_foreign(keys[rank])]
-    joined = listed([str(answer) for answer in ranks if answer is not None])
-    message = f"rank{'s' * (len(missing) > 1)} {listed(missing, ', ')} of {len(keys)}"
-    message += f" did not join within {timeout_seconds:g} s; those that did: {joined}"
+    joined = listed([answer for answer in ranks if answer is not None])
+    message = (
+        f"rank{'s' * (len(missing) > 1)} {listed(missing, ', ')} of {len(keys)} did not join within"
+        f" {timeout_seconds:g} s; those that did: {joined}"
+    )
     if foreign:
         message += (
             f"; rank {listed(foreign, ', ')} has answered with another secret: {SECRET} must be the"
@@ -265,5 +313,8 @@ def _why_not_met(
 
 
 def listed(items: Sequence[object], between: str = "; ") -> str:
-    more = [f"and {len(items) - NAMED_RANKS} more"] if len(items) > NAMED_RANKS else []
-    return between.join([*map(str, items[:NAMED_RANKS]), *more])
+    """Join the first NAMED_RANKS items, and the number of the others."""
+    names = [str(item) for item in items[:NAMED_RANKS]]
+    if len(items) > NAMED_RANKS:
+        names.append(f"and {len(items) - NAMED_RANKS} more")
+    return between.join(names)

@@ -1,5 +1,4 @@
-"""Values that ranks share through their store: JSON of one form each, under an HMAC by the secret
-of the run.
+"""Values that ranks share through their store: JSON under an HMAC by the secret of the run.
 
 Whoever reaches the store can write to it. So a value that lacks the HMAC or is of another form
 counts as missing, and the HMAC covers the key and the processes that share it: nobody can move a
@@ -53,14 +52,14 @@ class SharedValues(Generic[T]):
     def read(self, keys: Sequence[str]) -> list[T | None]:
         """Return the value of each key; None for a value that is missing, forged or malformed."""
         # To `get` a missing key waits for it, and `check` answers at once.
-        there = [*keys]
-        if not self._store.check(there):
-            there = [key for key in keys if len(keys) > 1 and self._store.check([key])]
-        texts = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+        present = [*keys]
+        if not self._store.check(present):
+            present = [key for key in keys if len(keys) > 1 and self._store.check([key])]
+        texts = dict(zip(present, self._store.multi_get(present), strict=True)) if present else {}
         return [self._opened(key, texts.get(key, b"")) for key in keys]
 
     def is_foreign(self, key: str) -> bool:
-        """Tell whether the key has a value that is forged or malformed."""
+        """Return whether the key has a value that is forged or malformed."""
         return self._store.check([key]) and self.read([key]) == [None]
 
     def _signed(self, key: str, value: T) -> Any:

@@ -70,12 +70,12 @@ class StopRequest:
     def _listen(self) -> None:
         while number := os.read(self._inbox, 1):
             if number[0] in SIGNALS:
-                self._heard(signal.Signals(number[0]))
+                self._count_request(signal.Signals(number[0]))
             elif number[0] == TRACE_SIGNAL:
                 self.trace_asked = True
         os.close(self._inbox)
 
-    def _heard(self, number: signal.Signals) -> None:
+    def _count_request(self, number: signal.Signals) -> None:
         # The grace time needs a timer: the main thread may wait in a collective for a rank that is
         # gone, and notice nothing.
         if not self.requested:
@@ -84,11 +84,13 @@ class StopRequest:
             self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
             self._limit.daemon = True
             self._limit.start()
-            said = (
+            logger.warning(
                 "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops"
-                " at once"
+                " at once",
+                number.name,
+                self.grace_seconds,
+                number.name,
             )
-            logger.warning(said, number.name, self.grace_seconds, number.name)
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
             logger.warning(
                 "%s again: stopping at once; what came after the last checkpoint is lost",
@@ -99,11 +101,11 @@ class StopRequest:
             os._exit(128 + number)
 
     def _out_of_time(self) -> None:
-        said = (
+        logger.error(
             "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last"
-            " checkpoint is lost"
+            " checkpoint is lost",
+            self.grace_seconds,
         )
-        logger.error(said, self.grace_seconds)
         os._exit(RESTART)
 
 
@@ -112,15 +114,12 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 def end_when_asked() -> None:
-    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs
-    saving.
-    """
+    """Exit with RESTART on a signal, until a StopRequest listens: nothing needs saving so far."""
     call_on_signal(lambda *_: os._exit(RESTART))  # imports would swallow an exception
 
 
 def leave_when_asked() -> None:
-    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it after all
-    imports."""
+    """Raise SystemExit(RESTART) on a signal, so that files are closed. Call it after imports."""
     call_on_signal(lambda *_: sys.exit(RESTART))
 
 
@@ -131,8 +130,9 @@ def go_deaf() -> None:
 
 
 def call_on_signal(handler: Handler, on_trace: Handler = _left_to_the_thread) -> dict[int, Any]:
-    """Call `handler` at each request to stop, and `on_trace` at each TRACE_SIGNAL; return the
-    previous handlers.
+    """Call `handler` at each request to stop and `on_trace` at each TRACE_SIGNAL.
+
+    Return the previous handlers of the requests.
     """
     signal.signal(TRACE_SIGNAL, on_trace)
     # `nohup` ignores SIGHUP, and so do we then.

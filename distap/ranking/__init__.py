@@ -1,3 +1,1 @@
-"""Stage two: the loss of a global batch and the gradient of every descriptor. Tensors in, tensors
-out.
-"""
+"""Stage two: the loss of a global batch and the gradient of every descriptor."""

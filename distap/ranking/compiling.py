@@ -27,9 +27,7 @@ def uncompiled(function: F) -> F:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that
-    fails.
-    """
+    """Compile a function of tensors and numbers; call it uncompiled if that fails."""
     # Indices come from codes of our own: to check each would take as long as to look it up.
     chosen = torch.compile(function, dynamic=True, options={"assert_indirect_indexing": False})
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
@@ -38,8 +36,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         nonlocal chosen
         kind = tuple(
-            (one.shape, one.stride(), one.type()) if isinstance(one, Tensor) else one
-            for one in arguments
+            (argument.shape, argument.stride(), argument.type())
+            if isinstance(argument, Tensor)
+            else argument
+            for argument in arguments
         )
         try:
             # Changing torch's settings takes as long as a small tile, so only a new kind of
@@ -61,11 +61,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         # Compilers fail in many ways (none installed, a full disk, an operation unknown to them),
         # at the first call or with a new size, and a training must not end by that.
         except Exception as error:
-            # if the arguments are at fault, this raises the error that they deserve
+            # If the arguments are at fault, this raises the error that they deserve.
             result = function(*arguments)
-            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-            told = "ranking: %s failed when compiled, so it runs slower without: %s"
-            logger.warning(told, function.__name__, first_line)
+            logger.warning(
+                "ranking: %s failed when compiled, so it runs slower without: %s",
+                function.__name__,
+                f"{type(error).__name__}: {error}".partition("\n")[0],
+            )
             chosen = function
             return result
 

@@ -1,5 +1,4 @@
-"""Copy between the CPU and a device that works through a queue, such as a GPU, while neither waits
-for the other.
+"""Copy between the CPU and a device with a queue, such as a GPU, while neither waits.
 
 An ordinary copy waits until the device has done all work that is queued on it, and leaves it idle
 meanwhile.
@@ -28,7 +27,7 @@ class ToHost:
             )
 
     def is_here(self) -> bool:
-        """Tell whether reading `tensor` returns without waiting."""
+        """Return whether reading `tensor` returns without waiting."""
         return self._arrived is None or self._arrived.query()
 
     def tensor(self) -> Tensor:
@@ -39,8 +38,7 @@ class ToHost:
 
 
 def moved(images: Any, device: torch.device) -> Any:
-    """Copy images (nested tensors) to a device; out of page-locked memory, the host does not
-    wait."""
+    """Copy images (nested tensors) to a device; from page-locked memory the host does not wait."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), images)
 
 

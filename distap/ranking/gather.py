@@ -8,15 +8,19 @@ from torch import Tensor
 
 from distap.ranking.device_copies import ToHost, queued
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Counter, full_precision, strips
+from distap.ranking.loss import Counter, Descriptors, Flags, Labels, full_precision, strips
 from distap.world import Arrival, World
 
 # Chunks of a share, and rows of a rank in a chunk: small ones leave early, but each costs a
 # message's latency.
 MOST_CHUNKS = 8
 LEAST_SENT = 64
-# rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512
+# Rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512.
 LEAST_COUNTED = 1024
+# Columns of the facts of a row; labels of all levels follow.
+SAMPLE = 0
+TAKES_PART = 1
+FINEST_LABEL = 2
 
 
 class Gathering:
@@ -26,7 +30,7 @@ class Gathering:
     a chunk in one collective, which starts when this rank has all its rows of the chunk; nothing
     waits before `finish`:
 
-        | image | takes part | label of each level |  d_1 ... d_C  |
+        | sample | takes part | label of each level |  d_1 ... d_C  |
 
     The facts left of the descriptor are int64 bits in the descriptors' dtype.
 
@@ -47,27 +51,29 @@ class Gathering:
         self._on_the_way = deque[Arrival]()
         # chunks whose facts are on their way to the CPU
         self._landed = deque[tuple[Tensor, ToHost]]()
-        # Slots of all ranks that have arrived, and that were counted; own rows added; rows of the
-        # gallery.
-        self.arrived = self._counted = self._filled = self._in_gallery = 0
+        self.arrived = 0  # slots of all ranks
+        self._counted = 0  # of these, slots that the counter has seen
+        self._filled = 0  # own rows that were added
+        self._in_gallery = 0  # rows that have arrived and take part
         self._packed: Tensor | None = None
 
     @torch.no_grad()
     def add(
         self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"] | Int64[Tensor, "n L"],
-        taking_part: Bool[Tensor, " n"],
-        images: Int64[Tensor, " n"],
+        descriptors: Descriptors,
+        labels: Labels | Int64[Tensor, "n L"],
+        taking_part: Flags,
+        samples: Labels,
     ) -> None:
         """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
         Labels are (n,), or (n, L) from the finest level to the coarsest. Labels, taking_part and
-        images may be on the CPU: they cross to the descriptors' device together.
+        samples may be on the CPU: they cross to the descriptors' device together.
         """
-        facts = queued(torch.column_stack([images, taking_part.long(), labels]), descriptors.device)
+        facts = torch.column_stack([samples, taking_part.long(), labels])
+        facts = queued(facts, descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
-        facts[:, 1] *= (descriptors * 0).sum(dim=1) == 0
+        facts[:, TAKES_PART] *= (descriptors * 0).sum(dim=1) == 0
         # Facts travel as bits: as numbers, float32 would round labels beyond 2^24.
         rows = torch.cat([facts.view(descriptors.dtype), descriptors], dim=1)
         if self._packed is None:
@@ -98,31 +104,36 @@ class Gathering:
             # Ranks with a row less than others have padded the last chunk, behind the last slot.
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
-    def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m facts"]) -> None:
+    def _receive(self, rows: Descriptors, facts: Int64[Tensor, "m facts"]) -> None:
         # Rows that take no part are dropped here, so that everything behind sees B rows without
         # gaps, in the order of slots, which is the same on every rank and whatever their number.
-        arrived = rows[queued(facts[:, 1].nonzero().flatten(), rows.device)]
+        arrived = rows[queued(facts[:, TAKES_PART].nonzero().flatten(), rows.device)]
         self._facts[self.arrived : self.arrived + len(facts)] = facts
         self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
         self.arrived += len(facts)
         self._in_gallery += len(arrived)
+        # Tiles of few rows are slow, so chunks are counted together. How many depends on the slots
+        # alone, not on when a chunk arrives: a run that is repeated sums in the same order, to the
+        # same bits.
         is_last = self.arrived == self.slots
-        if self.counter is not None and (
-            is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size
-        ):
-            # Tiles of few rows are slow, so chunks are counted together. How many depends on the
-            # slots alone, not on when a chunk arrives: a run that is repeated sums in the same
-            # order, to the same bits.
-            new = self._counted + self._facts[self._counted : self.arrived, 1].nonzero().flatten()
-            with full_precision(rows.device):
-                images = self._gallery[self.counter.seen : self._in_gallery]
-                self.counter.add(images, self._facts[new, 2], self._is_own[new])
-            self._counted = self.arrived
+        if is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size:
+            self._count()
+
+    def _count(self) -> None:
+        if self.counter is not None:
+            waiting = self._facts[self._counted : self.arrived, TAKES_PART]
+            new = self._counted + waiting.nonzero().flatten()
+            descriptors = self._gallery[self.counter.seen : self._in_gallery]
+            with full_precision(descriptors.device):
+                self.counter.add(descriptors, self._facts[new, FINEST_LABEL], self._is_own[new])
+        self._counted = self.arrived
 
     @torch.no_grad()
     def finish(self) -> Gathered:
-        """Wait for pending messages and return the batch; raise a ValueError if rows are missing or
-        too many.
+        """Wait for pending messages and return the batch.
+
+        Raises:
+            ValueError: rows are missing or too many.
         """
         if self._filled != self._own_rows or self._packed is None:
             raise ValueError(
@@ -132,12 +143,18 @@ class Gathering:
         # The packed rows go now: this object lives until the end of the replay.
         self._packed = None
         gallery = self._gallery[: self._in_gallery]
-        taking_part = self._facts[:, 1].bool()
-        images = self._facts[taking_part, 0]
-        levels = self._facts[taking_part, 2:]
-        of_images = levels, images, self._is_own[taking_part].nonzero().flatten(), taking_part
-        levels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
-        return Gathered(gallery, levels, images, own, taking_part, self.world)
+        taking_part = self._facts[:, TAKES_PART].bool()
+        facts = self._facts[taking_part]
+        own = self._is_own[taking_part].nonzero().flatten()
+        device = gallery.device
+        return Gathered(
+            gallery=gallery,
+            gallery_levels=queued(facts[:, FINEST_LABEL:].contiguous(), device),
+            samples=queued(facts[:, SAMPLE].contiguous(), device),
+            own=queued(own, device),
+            taking_part=queued(taking_part, device),
+            world=self.world,
+        )
 
 
 def gather(
@@ -146,11 +163,10 @@ def gather(
     taking_part: Bool[Tensor, " b"],
     world: World,
     slots: int,
-    images: Int64[Tensor, " b"] | None = None,
+    samples: Int64[Tensor, " b"] | None = None,
 ) -> Gathered:
-    """Gather the descriptors and labels of all ranks in slot order, in one call; see
-    `Gathering`."""
+    """Gather the descriptors and labels of all ranks in slot order at once; see `Gathering`."""
     gathering = Gathering(world, slots)
-    unknown = torch.full((len(labels),), -1, device=labels.device)
-    gathering.add(descriptors, labels, taking_part, unknown if images is None else images)
+    unknown = torch.full_like(taking_part, -1, dtype=torch.int64)
+    gathering.add(descriptors, labels, taking_part, unknown if samples is None else samples)
     return gathering.finish()

@@ -14,14 +14,14 @@ from distap.randomness import seed_for
 from distap.ranking.device_copies import queued
 from distap.world import World
 
+# For each of r rows its columns, P at most, and which of them are no padding.
+PaddedColumns = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]
 QueryWeights = Literal["uniform", "class", "given"]
 LOSS = 4  # first word of the key that seeds losses
 
 
 def tie_width(dtype: torch.dtype) -> float:
-    """Return the difference up to which rounding to a type may have separated two equal
-    similarities.
-    """
+    """Return the difference up to which rounding may have parted two equal similarities."""
     return TIE_WIDTH * torch.finfo(dtype).eps
 
 
@@ -36,7 +36,7 @@ class Gathered:
 
     gallery: Float[Tensor, "N C"]  # the batch comes first
     gallery_levels: Int64[Tensor, "N L"]  # class numbers, from the finest level to the coarsest
-    images: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
+    samples: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
     own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
     taking_part: Bool[Tensor, " slots"]
     world: World
@@ -49,9 +49,7 @@ class Gathered:
 
     @property
     def tie_width(self) -> float:
-        """Return the difference up to which similarities tie, by the type to which descriptors were
-        rounded.
-        """
+        """Return the difference up to which similarities tie, by the descriptors' first type."""
         return tie_width(self.given_dtype or self.gallery.dtype)
 
     @property
@@ -67,15 +65,15 @@ class Gathered:
 
     @property
     def descriptors(self) -> Float[Tensor, "B C"]:
-        return self.gallery[: len(self.images)]
+        return self.gallery[: len(self.samples)]
 
     @property
     def labels(self) -> Int64[Tensor, " B"]:
-        return self.gallery_labels[: len(self.images)]
+        return self.gallery_labels[: len(self.samples)]
 
     @property
     def levels(self) -> Int64[Tensor, "B L"]:
-        return self.gallery_levels[: len(self.images)]
+        return self.gallery_levels[: len(self.samples)]
 
     @property
     def local(self) -> Bool[Tensor, " slots_of_rank"]:
@@ -103,37 +101,36 @@ class Gathered:
         `given` takes `extra["weights"]`. A query whose class at `level` holds fewer than `smallest`
         images has no weight.
         """
-        weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
-        if weights != "uniform":
-            weight = weight * (
-                self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double()
-            )
+        weight = (self.class_sizes[: len(self.samples), level] >= smallest).double()
+        if weights == "given":
+            weight = weight * self._given_weights()
+        elif weights == "class":
+            weight = weight / _sizes(self.labels)
         if not weight.any():
-            raise DistapError("extra: weights: each image that has some is alone in its class")
+            raise DistapError(
+                "data.wrong_weights",
+                "extra: weights: each image that has some is alone in its class",
+            )
         return weight / weight.sum()
 
     def _given_weights(self) -> Float[Tensor, " B"]:
         weights = self.extra["weights"]
-        if (
-            weights.shape != self.images.shape
-            or not (weights >= 0).all()
-            or not 0 < weights.sum() < torch.inf
-        ):
+        is_positive = bool((weights >= 0).all()) and bool(0 < weights.sum() < torch.inf)
+        if weights.shape != self.samples.shape or not is_positive:
             raise DistapError(
-                "extra: weights have to be finite, one for each image, not below 0 and not all 0"
+                "data.wrong_weights",
+                "extra: weights have to be finite, one for each image, not below 0 and not all 0",
             )
         return weights
 
     def with_extra(self, extra: Mapping[str, Tensor]) -> "Gathered":
-        """Add tensors (b, ...) of this rank's images, in the order of its slots, gathered from all
-        ranks.
-        """
+        """Add tensors of all ranks' images, given those (b, ...) of this rank's, by its slots."""
         shared = dict[str, Tensor]()
         for name, rows in extra.items():
-            mine = rows.to(self.gallery.device)[self.local[: len(rows)]]
+            own = rows.to(self.gallery.device)[self.local[: len(rows)]]
             # As bytes, because gloo does not know every type.
-            whole = self.share(mine[:, None].flatten(1).contiguous().view(torch.uint8))
-            shared[name] = whole.view(mine.dtype).view(len(whole), *mine.shape[1:])
+            whole = self.share(own[:, None].flatten(1).contiguous().view(torch.uint8))
+            shared[name] = whole.view(own.dtype).view(len(whole), *own.shape[1:])
         return replace(self, extra=shared)
 
     def share(self, rows: Shaped[Tensor, "b *K"]) -> Shaped[Tensor, "B *K"]:
@@ -165,7 +162,7 @@ class Gathered:
 
 def runs(
     labels: Int64[Tensor, " N"], wanted: Int64[Tensor, " r"], device: torch.device
-) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
+) -> PaddedColumns:
     """Return the places of each wanted label among sorted labels, and which of them are no padding.
 
     P is the most places that one of them has; padding repeats any place.

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from distap.errors import CAUSES, COLLAPSED, logger
 from distap.ranking.compiling import uncompiled
-from distap.ranking.loss import AnyLoss, build_loss
+from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode, rank
 
@@ -89,16 +89,18 @@ class ListwiseLoss(RankingModule):
         self,
         embeddings: Tensor,
         labels: Tensor | ArrayLike,
-        images: Tensor | ArrayLike | None = None,
+        samples: Tensor | ArrayLike | None = None,
         extra: Mapping[str, Tensor | ArrayLike] | None = None,
+        images: Tensor | ArrayLike | None = None,
     ) -> Tensor:
         """Return the loss of the batch, a scalar.
 
         Args:
             embeddings: (b, C) of this rank, of any length; they are normalised here.
             labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
-            images: (b,) numbers by which the memory knows images again.
+            samples: (b,) numbers by which the memory knows images again.
             extra: see `distap.rank`.
+            images: the old name of `samples`.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             descriptors = normalize(
@@ -111,10 +113,11 @@ class ListwiseLoss(RankingModule):
                 group=self.group,
                 mode=self.mode,
                 memory=self.memory if self.memory.size and self.training else None,
-                images=images,
+                samples=samples,
                 memory_bytes=self.memory_bytes,
                 step=self._calls,
                 extra=extra,
+                images=images,
             )
             self._calls += 1
             self.warn_if_alike(ranking)
@@ -126,7 +129,7 @@ class ListwiseLoss(RankingModule):
             def gradients(upstream: Tensor) -> Sequence[Tensor]:
                 return [
                     ranking.gradient * upstream,
-                    *(one * (upstream / ranks) for one in ranking.by_parameters),
+                    *(whole * (upstream / ranks) for whole in ranking.by_parameters),
                 ]
 
             return KnownGradient.apply(value, gradients, False, descriptors, *self.loss.parameters)
@@ -139,8 +142,9 @@ class ListwiseLoss(RankingModule):
 
 
 class KnownGradient(torch.autograd.Function):
-    """Return a loss to autograd with gradients computed before; `only_once` refuses a second
-    backward pass.
+    """Return a loss to autograd with gradients computed before.
+
+    `only_once` refuses a second backward pass.
     """
 
     @staticmethod

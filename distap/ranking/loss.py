@@ -1,8 +1,7 @@
-"""Interface of losses: take a gathered batch and a memory budget, return the loss and its
-gradient."""
+"""The interface of losses: from a gathered batch and a memory budget to a loss and its gradient."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,12 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from distap.errors import DistapError, problems_of
+from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.registry import adapter_of, build_part, sum_in_full
 from distap.world import World
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -27,15 +25,17 @@ GPU_TILE_PAIRS = 2**26
 # The number K of classes of a training set, or their numbers, (K,), or with those of the coarser
 # ones, (K, L).
 KnownClasses = int | Int64[Tensor, "K *L"] | None
+# Of n images, such as those that arrive together.
+Descriptors = Float[Tensor, "n C"]
+Labels = Int64[Tensor, " n"]
+Flags = Bool[Tensor, " n"]
 # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
 TENSORS_A_PAIR = 8
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory for ranking in addition to the descriptors: half for tiles, half to keep between two
-    passes.
-    """
+    """Memory for ranking next to the descriptors: half for tiles, half to keep between passes."""
 
     device: torch.device  # of the descriptors
     # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
@@ -58,9 +58,7 @@ class Budget:
 
 @cache
 def _free_at_first(device: torch.device) -> int:
-    """Return the bytes free on a GPU at the first call, and the same later, so that tiles keep
-    their size.
-    """
+    """Return the bytes free on a GPU at the first call, always, so that tiles keep their size."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -83,28 +81,19 @@ class LossValue(NamedTuple):
 
 
 class Counter:
-    """Do a part of a loss's work while descriptors of the batch still arrive; this one leaves all
-    to the end.
-    """
+    """A loss's work while descriptors of the batch still arrive; here all is left to the end."""
 
     def __init__(self, loss: "Loss", budget: Budget) -> None:
         self.loss = loss
         self.budget = budget
         self.seen = 0  # images that were added
 
-    def add(
-        self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
-    ) -> None:
-        """Add the gallery's next descriptors; labels, and whether images are own, are on the
-        CPU."""
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
+        """Add the gallery's next descriptors; `labels` and `is_own` are on the CPU."""
         self.seen += len(labels)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        """Finish the loss; the first `seen` images of the gallery were added, later ones were
-        not."""
+        """Finish the loss; the first `seen` images of the gallery were added, others not."""
         return self.loss.value_and_gradient(gathered, self.budget)
 
 
@@ -137,34 +126,31 @@ class Loss(ABC):
 
     @property
     def learned(self) -> nn.Module | None:
-        """Module with the parameters that this loss trains next to the network, such as proxies."""
+        """The module with the parameters that this loss trains, such as proxies."""
         return None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return (
-            [one for one in self.learned.parameters() if one.requires_grad]
-            if self.learned is not None
-            else []
-        )
+        """Parameters of `learned` that are trained."""
+        if self.learned is None:
+            return []
+        return [parameter for parameter in self.learned.parameters() if parameter.requires_grad]
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
-        """Names of further tensors of images that the formula takes: its parameters without a
-        default.
-        """
-        # A module's `forward` is looked at, for `__call__` takes anything.
-        function = getattr(self, self.formula[0])
-        known = self.formula[1]
+        """Names of further tensors of images, which the formula takes without a default."""
+        method, known = self.formula
+        function = getattr(self, method)
         try:
-            parameters = list(
-                signature(getattr(function, "forward", function)).parameters.values()
-            )[known:]
+            # A module's `forward` is looked at, for `__call__` takes anything.
+            parameters = signature(getattr(function, "forward", function)).parameters.values()
         except ValueError:  # of a function written in C
             return ()
         named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
         return tuple(
-            one.name for one in parameters if one.default is Parameter.empty and one.kind in named
+            parameter.name
+            for parameter in [*parameters][known:]
+            if parameter.default is Parameter.empty and parameter.kind in named
         )
 
     @property
@@ -173,15 +159,11 @@ class Loss(ABC):
         return *self.taken, *(["weights"] if getattr(self, "weights", None) == "given" else [])
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Loss":
-        """Return this loss with new parameters for K classes, if known, and descriptors of C
-        dimensions.
-        """
+        """Return this loss with new parameters, for K classes, if known, and C dimensions."""
         return self
 
     def counter(self, pairs: int, budget: Budget) -> Counter:
-        """Return a counter for a batch to come, with about `pairs` pairs of an own query and a
-        gallery image.
-        """
+        """Return a counter for a batch of about `pairs` pairs of an own query and an image."""
         return Counter(self, budget)
 
 
@@ -197,61 +179,20 @@ class SizedLoss(Loss):
     """Seed of the initial parameters; null takes the recipe's."""
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "SizedLoss":
-        classes = len(classes) if isinstance(classes, Tensor) else classes
-        for key, given, found in (
-            ("classes", self.classes, classes),
-            ("dimensions", self.dimensions, dimensions),
-        ):
-            if None not in (given, found) and given != found:
-                raise DistapError(
-                    f"loss: {key} is {given}, but this training has {found}; leave {key} out"
-                )
+        if isinstance(classes, Tensor):
+            classes = len(classes)
+        _refuse_other("classes", self.classes, classes)
+        _refuse_other("dimensions", self.dimensions, dimensions)
         seed = seed if self.seed is None else self.seed
         return replace(self, classes=self.classes or classes, dimensions=dimensions, seed=seed)
 
 
-# A name, a mapping of names to weights, a loss, a class of losses, or a function (descriptors,
-# labels).
-AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
-
-
-def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or
-    a function.
-
-    Raises:
-        DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with
-            options.
-    """
-    if isinstance(loss, Mapping):
-        named = {**sum_in_full(loss), **options}
-        if "name" not in named:
-            raise DistapError(
-                f"loss {dict(loss)}: expected the names of losses with their weights, or `name`"
-            )
-        return build_loss(str(named.pop("name")), **named)
-    if isinstance(loss, str):
-        return build_part("loss", loss, **options)
-    if isinstance(loss, type):
-        if not issubclass(loss, Loss):
-            raise DistapError(f"{loss.__name__} is a class; give an object of it")
-        try:
-            return adapter_of(loss).validate_python(options)
-        except ValidationError as error:
-            raise DistapError(
-                f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}"
-            ) from error
-    if options:
+def _refuse_other(key: str, setting: int | None, number: int | None) -> None:
+    if None not in (setting, number) and setting != number:
         raise DistapError(
-            f"{loss} is a loss already; options go with names and classes of losses only"
+            "loss.wrong_setting",
+            f"loss: {key} is {setting}, but this training has {number}; leave {key} out",
         )
-    if isinstance(loss, Loss):
-        return loss
-    from distap.ranking.losses.function import FunctionLoss  # which is made of what stands above
-
-    if [*signature(loss).parameters][:2] == ["similarities", "same_class"]:
-        raise DistapError(f"{loss}: a function of similarities needs @distap.loss above it")
-    return FunctionLoss(loss)
 
 
 def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossValue:
@@ -260,43 +201,50 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     If the loss fails, rank 0 raises its error, and the others a DistapError.
     """
     world = gathered.world
-    batch = len(gathered.images)
-    value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
-    per_query = value.new_full((batch,), torch.nan)
+    batch = len(gathered.samples)
+    loss_value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
+    per_query = loss_value.new_full((batch,), torch.nan)
     gradient = None
     failure = None
     by_parameters = tuple(map(torch.zeros_like, loss.parameters))
     if world.rank == 0:
-        own = torch.arange(batch, device=value.device)
         # To the loss it looks like a single process whose own rows are all rows.
+        own = torch.arange(batch, device=loss_value.device)
         whole = replace(gathered, own=own, world=World(device=world.device))
         try:
-            value, by_query, rows, by_parameters = loss.value_and_gradient(whole, budget)
-            gradient, per_query = whole.spread(rows), per_query if by_query is None else by_query
+            value = loss.value_and_gradient(whole, budget)
+            gradient = whole.spread(value.gradient)
+            loss_value = value.value
+            by_parameters = value.by_parameters
+            if value.per_query is not None:
+                per_query = value.per_query
         except Exception as error:
             failure = error
     # Every rank raises: the others would wait for rank 0 in the next collective.
     if not world.all_agree(failure is None):
-        raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
+        raise failure or DistapError(
+            "ranks.problem", "rank 0 could not rank the batch; its own message says why"
+        )
     # The gradient of each slot goes to the rank that holds it; slots that take no part have zeros.
-    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[
-        gathered.local
+    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))
+    loss_value = world.broadcast(loss_value)
+    per_query = world.broadcast(per_query)
+    slopes = [
+        world.broadcast(slope.to(gathered.gallery)).to(parameter)
+        for slope, parameter in zip(by_parameters, loss.parameters, strict=True)
     ]
-    value, per_query = world.broadcast(value), world.broadcast(per_query)
-    pairs = zip(by_parameters, loss.parameters, strict=True)
-    by_parameters = tuple(
-        world.broadcast(one.to(gathered.gallery)).to(parameter) for one, parameter in pairs
+    return LossValue(
+        value=loss_value,
+        # The loss may have none.
+        per_query=None if per_query.isnan().all() else per_query[gathered.own],
+        gradient=received[gathered.local],
+        by_parameters=tuple(slopes),
     )
-    # which the loss may not have
-    by_query = None if per_query.isnan().all() else per_query[gathered.own]
-    return LossValue(value, by_query, received, by_parameters)
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute outside autocast and without TF32: rounded similarities fall into wrong bins and
-    spoil the gradient.
-    """
+    """Compute outside autocast and without TF32, whose rounding spoils bins and gradients."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -311,7 +259,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 def strips(start: int, stop: int, width: int) -> Iterator[slice]:
     """Cut a range into parts of similar size, none wider than `width`."""
-    # Even parts: a narrow rest would be a tile of its own, and slower.
-    parts = -(-(stop - start) // width)
-    cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]
+    # Even strips: a narrow rest would be a tile of its own, and slower.
+    length = stop - start
+    count = -(-length // width)
+    cuts = [start + number * length // max(count, 1) for number in range(count + 1)]
     yield from map(slice, cuts[:-1], cuts[1:])

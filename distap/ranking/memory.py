@@ -13,8 +13,7 @@ from distap.ranking.gathered import Gathered
 class CrossBatchMemory:
     """The newest `size` descriptors: queries are ranked against them too, but they get no gradient.
 
-    Every rank remembers the same. If an image comes again, its newest descriptor replaces the older
-    one.
+    Every rank remembers the same. An image that comes again replaces its older descriptor.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,11 +33,13 @@ class CrossBatchMemory:
         if not self._rows:
             return gathered
         rows = self._of_other_images(gathered)
-        (_, here) = gathered.gallery_levels.shape
-        (_, there) = rows["labels"].shape
-        if here != there:
+        levels = gathered.gallery_levels.shape[1]
+        remembered = rows["labels"].shape[1]
+        if levels != remembered:
             raise DistapError(
-                f"labels have {here} levels, but those of the memory's descriptors have {there}"
+                "data.wrong_labels",
+                f"labels have {levels} levels, but those of the memory's descriptors have"
+                f" {remembered}",
             )
         return replace(
             gathered,
@@ -52,25 +53,23 @@ class CrossBatchMemory:
             return
         # The gathered batch is the same on all ranks, so their memories stay equal without a
         # message.
-        kept = {
+        newest = {
             "descriptors": gathered.descriptors,
             "labels": gathered.levels,
-            "images": gathered.images,
+            "images": gathered.samples,
         }
         if self._rows:
-            kept = {
-                name: torch.cat([rows, kept[name]])
-                for name, rows in self._of_other_images(gathered).items()
-            }
+            older = self._of_other_images(gathered)
+            newest = {name: torch.cat([older[name], rows]) for name, rows in newest.items()}
         # Copies: a slice would keep all of the tensor that it was cut from.
-        self._rows = {name: rows[-self.size :].detach().clone() for name, rows in kept.items()}
+        self._rows = {name: rows[-self.size :].detach().clone() for name, rows in newest.items()}
 
     def _of_other_images(self, gathered: Gathered) -> dict[str, Tensor]:
         # Without the images of the batch, on its device: an image would be its own easiest
         # positive, and the batch has its newer descriptor. Images without a number (-1) are never
         # the same.
-        images = self._rows["images"].to(gathered.images.device)
-        other = ~(torch.isin(images, gathered.images) & (images >= 0))
+        images = self._rows["images"].to(gathered.samples.device)
+        other = ~(torch.isin(images, gathered.samples) & (images >= 0))
         return {name: rows.to(images.device)[other] for name, rows in self._rows.items()}
 
     def state_dict(self) -> dict[str, Tensor]:

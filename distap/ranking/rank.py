@@ -1,10 +1,9 @@
-"""Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on
-rank 0.
-"""
+"""Compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
 
 from __future__ import annotations  # `help` shows the types as they are written here
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
@@ -14,23 +13,16 @@ import torch.distributed as dist
 from jaxtyping import Float, Float64
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.nn.functional import pad
 
 from distap.errors import DistapError, suggestion, tensor_given
 from distap.ranking.compiling import uncompiled
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import (
-    AnyLoss,
-    Budget,
-    Counter,
-    Loss,
-    build_loss,
-    full_precision,
-    rank_on_rank_zero,
-)
+from distap.ranking.inputs import Inputs, agreement, lengthened
+from distap.ranking.loss import Budget, Counter, Loss, full_precision, rank_on_rank_zero
+from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rankable import check_arguments, refuse_crossing
+from distap.ranking.rankable import refuse_crossing, refuse_lengths, row_names
 from distap.world import World, refuse_default_device
 
 Mode = Literal["sharded", "central"]
@@ -66,14 +58,14 @@ def rank(
     group: dist.ProcessGroup | None = None,
     mode: str = "sharded",
     memory: CrossBatchMemory | None = None,
-    images: Tensor | ArrayLike | None = None,
+    samples: Tensor | ArrayLike | None = None,
     memory_bytes: int | None = None,
     step: int = 0,
     extra: Mapping[str, Tensor | ArrayLike] | None = None,
+    images: Tensor | ArrayLike | None = None,
     **options: object,
 ) -> Ranking:
-    """Return the loss of a batch and the gradient of every descriptor, however descriptors were
-    made.
+    """Return the loss of a batch and the gradient of every descriptor.
 
     With a process group the batch is that of all its ranks, in shares of any size, and every rank
     calls this alike. The loss is then a mean over the queries of all ranks: sum gradients over
@@ -89,16 +81,17 @@ def rank(
             function (descriptors, labels) -> scalar. Losses with parameters of their own are for
             `ListwiseLoss` and `Multistage`.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process
-            alone. mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group
-            ranks all. memory: descriptors of earlier calls to rank against as well; this batch is
-            added to it. images: (b,) numbers by which the memory knows images again; without them
-            an image that comes again is ranked
-            against its own remembered descriptor.
+            alone.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
+        memory: descriptors of earlier calls to rank against as well; this batch is added to it.
+        samples: (b,) numbers by which the memory knows images again; without them an image that
+            comes again is ranked against its own remembered descriptor.
         memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a
-            GPU's free memory. step: number of the step, for losses that draw numbers, such as
-            `simix`. extra: further tensors of the images, (b, ...), by the names of the parameters
-            by which the loss takes them;
-            `weights`, (b,), are those of queries for a loss with weights="given".
+            GPU's free memory.
+        step: number of the step, for losses that draw numbers, such as `simix`.
+        extra: further tensors of the images, (b, ...), by the names of the parameters by which the
+            loss takes them; `weights`, (b,), are those of queries for a loss with weights="given".
+        images: the old name of `samples`.
         options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its
             presets.
     Returns:
@@ -108,57 +101,67 @@ def rank(
             that cannot be ranked; the message says which rows.
     """
     refuse_default_device()
-    descriptors, labels = tensor_given(descriptors, "descriptors"), tensor_given(labels, "labels")
-    images = None if images is None else tensor_given(images, "images")
-    others = {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
+    if images is not None:
+        warnings.warn("`images` of `rank` is called `samples` now", FutureWarning, stacklevel=3)
+        samples = images
+    descriptors = tensor_given(descriptors, "descriptors")
     world = World(device=descriptors.device)
     if group is not None:
         world = World(
             dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group
         )
     built = build_loss(loss, **options)
-    where = check_mode(mode)
-    share = max(check_arguments(descriptors, labels, world, others, built, images))
-    b = len(labels)
-    levels = (labels if labels.ndim == 2 else labels[:, None]).long()
+    checked_mode = check_mode(mode)
+    with agreement(world) as view:
+        if descriptors.ndim != 2 or not descriptors.is_floating_point():
+            raise DistapError(
+                "descriptors.wrong_shape",
+                f"descriptors are {tuple(descriptors.shape)} of {descriptors.dtype}; (b, C) of a"
+                " floating-point type is expected",
+            )
+        inputs = Inputs(labels, samples, extra)
+        inputs.check(len(descriptors), built)
+        wrong = ~descriptors.isfinite().all(dim=1)
+        if wrong.any():
+            raise DistapError(
+                "descriptors.not_finite",
+                f"{row_names(wrong)}: descriptors hold values that are not finite (NaN or"
+                " infinite)",
+            )
+        view.kind = inputs.kind(built, descriptors=descriptors)
+        view.value = len(descriptors)
     # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same
-    # number of rows. Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller
-    # share up take no part.
-    gathered = gather(
-        pad(
-            descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)),
-            (0, 0, 0, share - b),
-        ),
-        pad(levels, (0, 0, 0, share - b)),
-        torch.arange(share, device=labels.device) < b,
-        world,
-        share * world.size,
-        None if images is None else pad(images.long(), (0, share - b)),
-    )
-    gathered = replace(gathered, key=(0, step)).with_extra(others)
-    ranking = rank_descriptors(
-        built, gathered if memory is None else memory.extend(gathered), where, memory_bytes
-    )
+    # number of rows. Shares of one size are slots rank, rank + W, ...
+    share = max(view.values)
+    wide = descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32))
+    slots = share * world.size
+    labels, is_image, samples = inputs.padded(share)
+    gathered = gather(lengthened(wide, share), labels, is_image, world, slots, samples)
+    refuse_lengths(gathered)
+    gathered = replace(gathered, key=(0, step)).with_extra(inputs.extra)
+    ranked = gathered if memory is None else memory.extend(gathered)
+    ranking = rank_descriptors(built, ranked, checked_mode, memory_bytes)
     # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not
     # remembered.
     if memory is not None:
         memory.remember(gathered)
+    b = len(descriptors)
     per_query = None if ranking.per_query is None else ranking.per_query[:b]
     return replace(ranking, per_query=per_query, gradient=ranking.gradient[:b])
 
 
 def check_mode(mode: str) -> Mode:
     if mode not in get_args(Mode):
-        raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
+        raise DistapError(
+            "loss.unknown_mode", f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}"
+        )
     return cast(Mode, mode)
 
 
 def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
-    """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows
-    it.
-    """
+    """Begin to gather a batch for `rank_descriptors`; pairs are counted as they arrive."""
     # In mode central rank 0 counts the pairs of all queries, once all are there.
     pairs = len(world.slots(slots)) * slots
     counts = mode == "sharded" or world.size == 1
@@ -178,59 +181,63 @@ def rank_descriptors(
     memory_bytes: int | None = None,
     counter: Counter | None = None,
 ) -> Ranking:
-    """Return the loss of a global batch and its descriptor gradients (Revaud et al. 2019, section
-    3.2, stage two).
+    """Return the loss and gradients of a global batch (Revaud et al. 2019, 3.2, stage two).
 
     Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has
     a row for each slot of this rank; a slot that takes no part has gradient zero and loss NaN. If
     no query has a positive, or all images are of one class, every rank raises a DistapError.
     """
-    batch = len(gathered.images)
-    refuse_crossing(gathered.gallery_levels)
-    queries = (
-        int((gathered.class_sizes[:batch, loss.query_level] > 1).sum())
-        if loss.needs_positives
-        else batch
-    )
-    # Every rank finds this out for itself: the others would wait if rank 0 alone did.
-    if not queries:
-        raise NothingToRankError(
-            f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of"
-            " its class in the batch, so nothing can be ranked: draw several images of each class,"
-            " or a larger batch"
-            if batch
-            else "no image of this batch can be ranked: none was read, or no descriptor is finite"
-        )
-    if loss.needs_positives and gathered.class_sizes[0, 0] == len(gathered.gallery):
-        raise DistapError(
-            f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class,"
-            f" {int(gathered.labels[0])}: every ranking of them is right, so there is nothing to"
-            " learn; a batch needs two classes at least"
-        )
-    # A counter has seen the pairs already; otherwise each rank ranks its own queries now, or rank 0
-    # those of all.
+    queries = _count_queries(loss, gathered)
     world = gathered.world
     budget = Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
-        if counter is not None:
-            found = counter.value_and_gradient(gathered)
+        if counter is not None:  # it has seen the pairs already
+            value = counter.value_and_gradient(gathered)
         elif mode == "sharded" or world.size == 1:
-            found = loss.value_and_gradient(gathered, budget)
+            value = loss.value_and_gradient(gathered, budget)
         else:
-            found = rank_on_rank_zero(loss, gathered, budget)
+            value = rank_on_rank_zero(loss, gathered, budget)
     # All ranks have to skip the step, or none: one that went on alone would wait in the next
-    # collective.
-    # finite if their sums are, read in one pass
-    numbers = found.value, found.gradient, *found.by_parameters
-    is_finite = world.all_agree(all(bool(one.sum().isfinite()) for one in numbers))
-    per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
+    # collective. Numbers are finite if their sum is, which one pass finds.
+    sums = [table.sum() for table in (value.value, value.gradient, *value.by_parameters)]
+    is_finite = world.all_agree(all(bool(total.isfinite()) for total in sums))
+    per_query = None if value.per_query is None else gathered.spread(value.per_query, torch.nan)
     return Ranking(
-        loss=found.value,
+        loss=value.value,
         per_query=per_query,
-        gradient=gathered.spread(found.gradient),
+        gradient=gathered.spread(value.gradient),
         queries=queries,
-        skipped_queries=batch - queries,
+        skipped_queries=len(gathered.samples) - queries,
         is_finite=is_finite,
-        by_parameters=found.by_parameters,
+        by_parameters=value.by_parameters,
         spread=float(gathered.descriptors.var(dim=0, correction=0).sum()),
     )
+
+
+def _count_queries(loss: Loss, gathered: Gathered) -> int:
+    """Return the number of queries; raise a DistapError if the batch teaches nothing."""
+    # Every rank finds this out for itself: the others would wait if rank 0 alone did.
+    batch = len(gathered.samples)
+    images = f"{batch} images of this batch (rows 0 to {batch - 1})"
+    refuse_crossing(gathered.gallery_levels)
+    if not batch:
+        raise NothingToRankError(
+            "sampling.no_images",
+            "no image of this batch can be ranked: none was read, or no descriptor is finite",
+        )
+    if not loss.needs_positives:
+        return batch
+    queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum())
+    if not queries:
+        raise NothingToRankError(
+            "sampling.no_positives",
+            f"none of the {images} has another image of its class in the batch, so nothing can be"
+            " ranked: draw several images of each class, or a larger batch",
+        )
+    if gathered.class_sizes[0, 0] == len(gathered.gallery):
+        raise DistapError(
+            "sampling.one_class",
+            f"all {images} are of one class, {int(gathered.labels[0])}: every ranking of them is"
+            " right, so there is nothing to learn; a batch needs two classes at least",
+        )
+    return queries

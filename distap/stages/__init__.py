@@ -1,3 +1,1 @@
-"""Foundations of the three stages: micro-batches and their sizes, replicas of networks, the replay
-drift.
-"""
+"""Foundations of the three stages: micro-batches, replicas of networks, and the replay drift."""

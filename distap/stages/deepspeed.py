@@ -7,18 +7,19 @@ the last one. On their own, stages 2 and 3 would reduce in every backward pass.
 import inspect
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.optim import Optimizer
 
 from distap.errors import DistapError
 from distap.stages.replica import ReplacedForward, Replica
+from distap.world import World
 
 
 class ZeroReplica(Replica):
@@ -29,21 +30,31 @@ class ZeroReplica(Replica):
         config: DeepSpeed's configuration.
     """
 
-    def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any]) -> None:
-        super().__init__(*parts)
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        forward: Callable[[Any], Tensor] | None = None,
+        *,
+        optimizer: Optimizer,
+        config: dict[str, Any],
+    ) -> None:
+        super().__init__(network, world, forward)
         stage = config["zero_optimization"]["stage"]
         self.lockstep = stage == 3
         self.keeps_graphs = stage < 3
         # Before DeepSpeed replaces the parameters of the optimiser's groups by its flat partitions.
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        self.trained = {name: one for name, one in self.network.named_parameters() if one in chosen}
+        self.trained = {
+            name: parameter for name, parameter in network.named_parameters() if parameter in chosen
+        }
         self.engine, is_alone = self._initialized(optimizer, config)
         self.zero = self.engine.optimizer
         self._is_whole = False
         weakref.finalize(self, _forget, self.engine, is_alone)
 
     def _initialized(self, optimizer: Optimizer, config: dict[str, Any]) -> tuple[Any, bool]:
-        # The engine, and whether a process group was made for it alone.
+        """Return the engine, and whether a process group was made for it alone."""
         # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
         os.environ.setdefault("DS_ACCELERATOR", self.world.device.type)
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
@@ -51,7 +62,8 @@ class ZeroReplica(Replica):
             import deepspeed
         except ImportError as error:
             raise DistapError(
-                f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})"
+                "package.missing",
+                f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})",
             ) from error
         if self.world.device.type == "cpu":
             # DeepSpeed would compile collectives for inference, which takes a minute and a
@@ -61,20 +73,18 @@ class ZeroReplica(Replica):
         if is_alone:  # DeepSpeed does not work without a process group
             backend = "nccl" if self.world.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        parts = {
-            "model": ReplacedForward(self.network, self._forward),
-            "optimizer": optimizer,
-            "config": config,
-        }
         with self.world.collective("set-up of DeepSpeed"):
-            engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
+            engine, *_ = deepspeed.initialize(
+                model=ReplacedForward(self.network, self._forward),
+                optimizer=optimizer,
+                config=config,
+                dist_init_required=False,
+            )
         return engine, is_alone
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Let this rank run forward passes without the others; under ZeRO stage 3, hold all
-        parameters meanwhile.
-        """
+        """Let this rank run forward passes alone; under ZeRO stage 3, hold all parameters."""
         if not self.lockstep or self._is_whole:
             yield
             return
@@ -137,9 +147,7 @@ class ZeroReplica(Replica):
             self.zero.exit_backward()
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
-        """Enclose what ranks exchange under ZeRO stage 3 alone; below it each rank has all
-        parameters.
-        """
+        """Enclose an exchange of ZeRO stage 3; below it each rank has all parameters."""
         return self.world.collective(name) if self.lockstep else nullcontext()
 
 

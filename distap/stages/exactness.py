@@ -1,6 +1,4 @@
-"""Check the assumption of the three stages: a descriptor depends only on its image and the random
-state.
-"""
+"""Check that a descriptor depends on its image and the random state alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,15 +30,14 @@ def default_drift(device: torch.device, is_float32: bool) -> float:
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Return why a descriptor depends on its micro-batch in this network; None if no layer is known
-    to mix images.
-    """
+    """Return which layer makes a descriptor depend on its micro-batch; None if none is known."""
     for name, module in network.named_modules():
         if not module.training:
             continue
         if isinstance(module, nn.SyncBatchNorm):
             raise DistapError(
-                f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce"
+                "network.mixes_images",
+                f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce",
             )
         if isinstance(module, _BatchNorm):
             return f"{name} normalises by the statistics of its micro-batch"
@@ -56,10 +53,8 @@ def mixes_images(network: nn.Module) -> str | None:
 
 
 def normalises_by_batch(network: nn.Module) -> bool:
-    """Tell whether a BatchNorm layer normalises by micro-batch; describe and replay must then cut
-    equal ones.
-    """
-    return any(isinstance(one, _BatchNorm) and one.training for one in network.modules())
+    """Return whether a BatchNorm layer normalises by micro-batch: replay then has to cut alike."""
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in network.modules())
 
 
 def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int) -> None:
@@ -71,10 +66,11 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     """
 
     def agrees(images: int, seed: int = 0) -> bool:
-        few = describe(images, seed).double()
-        more = describe(count, 0)[:images].double()
-        # Descriptors that are not finite are left out of the step, which says so.
-        return not bool((few - more).abs().max() > LEAST_MIXING * more.abs().max().clamp(min=1e-30))
+        smaller_cut = describe(images, seed).double()
+        larger_cut = describe(count, 0)[:images].double()
+        difference = (smaller_cut - larger_cut).abs().max()
+        # False for descriptors that are not finite: the step leaves them out, and logs it.
+        return not bool(difference > LEAST_MIXING * larger_cut.abs().max().clamp(min=1e-30))
 
     # A few passes over a few images tell apart what looks alike: mixing images, which is refused,
     # and random numbers that depend on the cut, which the same cut in both stages brings back. If
@@ -88,10 +84,11 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
             if not agrees(count, seed=1) or agrees(count - 1):
                 return
     raise DistapError(
+        "network.mixes_images",
         f"the network describes the same images differently in micro-batches of {count - 1} and"
         f" {count}: it mixes the images of a micro-batch (such as a mean or an attention over them,"
         " or their statistics), so the gradient of the whole batch cannot be found micro-batch by"
-        " micro-batch"
+        " micro-batch",
     )
 
 
@@ -113,8 +110,7 @@ def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Compute parametrised weights anew in each pass, also inside torch's
-    `parametrize.cached()`."""
+    """Compute parametrised weights anew in each pass, also in torch's `parametrize.cached()`."""
     # What is cached in describe has no graph, and would have none in replay; what is cached in
     # replay has one that the first micro-batch's backward pass frees.
     enabled = parametrize._cache_enabled
@@ -126,8 +122,7 @@ def without_caches() -> Iterator[None]:
 
 
 class SavedBuffers:
-    """Buffers of layers in training mode, such as counters and running estimates, as they were at
-    some time.
+    """A copy of the buffers of layers in training mode, such as counters and running estimates.
 
     A pass may move them: spectral normalisation moves the vectors from which it computes its
     weights. Every micro-batch of a step, in describe and in replay, begins from the buffers of
@@ -144,8 +139,7 @@ class SavedBuffers:
         ]
 
     def restore(self, statistics: bool = True) -> None:
-        """Restore all saved buffers, changed or not, because a comparison would wait for the
-        device.
+        """Restore all buffers, changed or not, because a comparison would wait for the device.
 
         Without `statistics`, leave those of BatchNorm and InstanceNorm as they are: no descriptor
         depends on them in training mode, and they gather what each micro-batch adds.
@@ -164,17 +158,14 @@ class SavedBuffers:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Tell whether several elements of a tensor are one number in memory, as after
-    `Tensor.expand`."""
+    """Return whether elements of a tensor share memory, as after `Tensor.expand`."""
     return any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def make_writable(network: nn.Module) -> None:
-    """Give each element of expanded parameters and buffers memory of its own, so that checkpoints
-    can be loaded.
-    """
+    """Give each element of expanded parameters and buffers memory, so that checkpoints can load."""
     for module in network.modules():
         for parameter in filter(is_expanded, module.parameters(recurse=False)):
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -193,9 +184,10 @@ def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Te
 def drift_error(worst: float, limit: float, step: int) -> DistapError:
     """Return the error for a drift above its limit; `step` counts from 1."""
     return DistapError(
+        "run.replay_drift",
         f"step {step}: replay drift {worst:.2g} exceeds {limit:g}: describe and replay gave"
         " different descriptors for the same image, so the gradient would be wrong. Usual causes:"
         " randomness that torch's generators do not control, parameters that moved between the two"
         " (optimizer.step() before backward), layers whose state changes in each pass, or a"
-        " precision too low for the limit (max_drift)"
+        " precision too low for the limit (max_drift)",
     )

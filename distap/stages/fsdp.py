@@ -7,7 +7,7 @@ in its last backward pass, whatever the number of micro-batches:
     gather |  d  d  d  d  | d b  d b  d b  d b -> reduce  | free
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,15 +27,24 @@ class FSDPReplica(Replica):
     """A network after `fully_shard`, by `shard` or by the caller.
 
     Args:
-        frees: free the parameters between describe and replay, in which the caller may do as they
-            like. syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a
-            later one.
+        frees: free the parameters between describe and replay, where the caller may do as they
+            like.
+        syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a later
+            one.
     """
 
     survives_backward = False
 
-    def __init__(self, *parts: Any, frees: bool = False, syncs: bool = True) -> None:
-        super().__init__(*parts)
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        forward: Callable[[Any], Tensor] | None = None,
+        *,
+        frees: bool = False,
+        syncs: bool = True,
+    ) -> None:
+        super().__init__(network, world, forward)
         self.keeps_graphs = not frees
         self._syncs = syncs
         # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call
@@ -47,9 +56,7 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Gather all parameters, and keep them until the end of the next replay, unless `frees` is
-        set.
-        """
+        """Gather all parameters; unless `frees`, keep them until the end of the next replay."""
         # Otherwise FSDP would free a unit after each micro-batch and gather it again before the
         # next one.
         self._gather()
@@ -119,7 +126,8 @@ def shard(network: nn.Module, world: World) -> None:
     trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
     if len(trained) > 1:
         raise DistapError(
-            f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype"
+            "engine.several_dtypes",
+            f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype",
         )
     make_contiguous(network)
     group = world.group or dist.group.WORLD
@@ -130,31 +138,9 @@ def shard(network: nn.Module, world: World) -> None:
     # average.
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    network.register_forward_pre_hook(_keep_layout)
 
 
 def make_contiguous(network: nn.Module) -> None:
     """Make every parameter contiguous, and one without dimensions a vector of one number."""
     for parameter in network.parameters():
         parameter.data = parameter.data.reshape(-1).view(parameter.shape or 1)
-
-
-def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # In passes with a graph FSDP replaces a unit's inputs by views. That of a single channels-last
-    # image no longer counts as channels-last, and dropout, which draws in memory order, would drop
-    # other elements than in stage one.
-
-    def kept(one: Any) -> Any:
-        if (
-            not isinstance(one, Tensor)
-            or one.ndim != 4
-            or len(one) != 1
-            or one.stride(0) == one.numel()
-        ):
-            return one
-        has_lost_it = (
-            one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
-        )
-        return one.clone(memory_format=torch.channels_last) if has_lost_it else one
-
-    return tuple(map(kept, inputs))

@@ -23,7 +23,7 @@ class Batch(Protocol):
 
     @property
     def labels(self) -> Int64[Tensor, " b"]:
-        """Labels of the images; complete, like `samples`, after every image was asked for."""
+        """Labels of the images; complete, like `samples`, after every image was read."""
         ...
 
     @property
@@ -33,13 +33,11 @@ class Batch(Protocol):
 
     @property
     def present(self) -> Bool[Tensor, " b"]:
-        """Tell for each image whether it could be read."""
+        """Return for each image whether it could be read."""
         ...
 
     def images(self, rows: Rows) -> Any:
-        """Return the network's input for these rows, such as pixels (n, ...); wait while they are
-        being read.
-        """
+        """Return the network's input for these rows, such as pixels (n, ...), once it is read."""
         ...
 
     def blank(self, rows: Tensor) -> None:
@@ -49,28 +47,28 @@ class Batch(Protocol):
 
 @dataclass
 class MicroBatchSizes:
-    """Number of images per pass through the network. A size that proves too large is halved for
-    good.
+    """Number of images per pass through the network; one that is too large is halved for good.
 
     Args:
-        images: images in a micro-batch, of describe as of replay. keep: micro-batches of this rank
-            that keep their graph from describe, so that they need no second forward.
+        images: images in a micro-batch, of describe as of replay.
+        keep: micro-batches of this rank that keep their graph from describe, so that they need no
+            second forward.
     """
 
     images: int
     keep: int = 0
 
     def __post_init__(self) -> None:
-        for name, size, least in (("images", self.images, 1), ("keep", self.keep, 0)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        for name, size, smallest in (("images", self.images, 1), ("keep", self.keep, 0)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < smallest:
                 raise DistapError(
-                    f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected"
+                    "memory.wrong_micro_batch",
+                    f"micro_batch: {size!r} for {name}; a whole number from {smallest} on is"
+                    " expected",
                 )
 
     def first_kept(self, share: int) -> int:
-        """Return the first row that keeps its graph: the last micro-batches do, to hold memory the
-        shortest.
-        """
+        """Return the first row that keeps its graph: the last micro-batches hold it shortest."""
         return max(-(-share // self.images) - self.keep, 0) * self.images if self.keep else share
 
     def halve(self, stage: str, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
@@ -92,29 +90,33 @@ class MicroBatchSizes:
             return
         if self.images == 1:
             raise DistapError(
+                "memory.too_small",
                 f"out of memory in {stage} with micro-batches of one image; take smaller images or"
-                " a smaller network"
+                " a smaller network",
             ) from error
         if obstacle:
             raise DistapError(
+                "memory.too_small",
                 f"out of memory in {stage} with micro-batches of {self.images} images, which cannot"
                 f" be halved now: {obstacle}; take smaller micro-batches from the start, or smaller"
-                " images"
+                " images",
             ) from error
-        before, self.images = self.images, self.images // 2
-        told = "out of memory in %s: micro-batches of %d images from now on, not of %d"
-        logger.warning(told, stage, self.images, before)
+        logger.warning(
+            "out of memory in %s: micro-batches of %d images from now on, not of %d",
+            stage,
+            self.images // 2,
+            self.images,
+        )
+        self.images //= 2
 
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """A micro-batch to replay: its rows, their gradient and, if their graph was kept, their
-    descriptors.
-    """
+    """A micro-batch to replay."""
 
     rows: Rows
-    gradient: Float[Tensor, "n C"]
-    kept: Tensor | None = None
+    gradient: Float[Tensor, "n C"]  # dL/d descriptors
+    descriptors: Float[Tensor, "n C"] | None = None  # with their graph, if it was kept
     is_padding: bool = False  # it only keeps a rank in step with the others
 
 
@@ -124,7 +126,7 @@ def cut(start: int, stop: int, size: int) -> list[slice]:
 
 def backward_passes(
     gradient: Float[Tensor, "b C"],
-    kept: Mapping[int, Tensor],
+    graphs: Mapping[int, Tensor],
     size: int,
     limit: float = 0.0,
     regroup: bool = True,
@@ -134,32 +136,34 @@ def backward_passes(
     long.
 
     Args:
-        gradient: dL/d descriptors of the rank's share. kept: descriptors of the micro-batches that
-            kept their graph, by their first row. regroup: fill gaps that left-out images leave with
-            images of the next micro-batch. Otherwise a micro-batch
-            stays as describe cut it, and is left out only if none of its images has a gradient.
+        gradient: dL/d descriptors of the rank's share.
+        graphs: descriptors of the micro-batches that kept their graph, by their first row.
+        regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise
+            a micro-batch stays as describe cut it, and is left out only if none of its images has a
+            gradient.
         lockstep: the ranks, if they communicate in every pass and so need the same number of them.
     """
     # A gradient that is not finite is longer than any limit: the update finds it, and all ranks
     # skip the step.
     longer = torch.logical_not(gradient.norm(dim=1) <= limit).cpu()
     # Kept graphs come first, to give their memory back. What they do not cover is described again:
-    # stage one     | 0 1 2 | 3 4 5 | 6 7 8 |     6 7 8 with a graph, 1 and 3 without gradient
-    # passes        | 6 7 8 | 0 2 4 | 5 |         regrouped | 6 7 8 | 0 1 2 | 3 4 5 |     as cut,
-    # where a descriptor depends on its micro-batch
+    #
+    #     stage one     | 0 1 2 | 3 4 5 | 6 7 8 |     6 7 8 with a graph, 1 and 3 without gradient
+    #     regrouped     | 6 7 8 | 0 2 4 | 5 |
+    #     as cut        | 6 7 8 | 0 1 2 | 3 4 5 |     where a descriptor depends on its micro-batch
     passes = []
-    rest = longer.clone()
-    for first, with_graph in kept.items():
-        rows = slice(first, first + len(with_graph))
-        rest[rows] = False
+    without_graph = longer.clone()
+    for first, descriptors in graphs.items():
+        rows = slice(first, first + len(descriptors))
+        without_graph[rows] = False
         if longer[rows].any():
-            passes.append(BackwardPass(rows, gradient[rows], with_graph))
+            passes.append(BackwardPass(rows, gradient[rows], descriptors))
+    again: list[Rows]
     if regroup:
-        again = [
-            as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)
-        ]
+        numbers = without_graph.nonzero().flatten()
+        again = [as_rows(chunk) for chunk in numbers.split(size) if len(chunk)]
     else:
-        again = [rows for rows in cut(0, len(gradient), size) if rest[rows].any()]
+        again = [rows for rows in cut(0, len(gradient), size) if without_graph[rows].any()]
     passes += [BackwardPass(rows, gradient[rows]) for rows in again]
     # Even a rank without any gradient makes a pass, or it would miss the reduction and the others
     # wait.

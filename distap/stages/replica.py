@@ -1,11 +1,11 @@
-"""A network on this rank, for the three stages; one class per way of sharing a network between
-ranks.
+"""A network on this rank, for the three stages; one class per way of sharing it between ranks.
 
     Replica          a whole copy on every rank, trained in place: gradients are all-reduced once
-    per step CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if
-    the batch had been one pass FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of
-    every parameter ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and
-    parameters
+                     per step
+    CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if the batch
+                     had been one pass
+    FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of every parameter
+    ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and parameters
 
 The contract of all: parameters move along the sum over ranks of what `backward` was given, because
 ranking has already divided by the global number of queries.
@@ -48,9 +48,7 @@ class Replica:
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose describe or an evaluation: parameters are whole inside, so each rank describes
-        independently.
-        """
+        """Enclose describe or an evaluation: parameters are whole, and no rank needs others."""
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -58,17 +56,16 @@ class Replica:
         return nullcontext()
 
     def forward(self, images: Any) -> Tensor:
-        """Describe images, with a graph if autograd is on; without a graph, call it inside
-        `describing`.
-        """
+        """Describe images. Without autograd, call it inside `describing`."""
         return self._forward(images)
 
     def release(self) -> None:
         """Return parameters to the form that the optimiser and checkpoints expect."""
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        """Backpropagate dL/d descriptors, (n, C), into parameter gradients; `is_last` marks a
-        step's last pass.
+        """Backpropagate dL/d descriptors, (n, C), into parameter gradients.
+
+        `is_last` marks the last pass of a step.
         """
         torch.autograd.backward(descriptors, gradient)
 
@@ -80,8 +77,9 @@ class Replica:
             return
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained]
-        for parameter, whole in zip(trained, summed(self.world, gradients, trained), strict=True):
-            parameter.grad = whole
+        sums = summed(self.world, gradients, trained)
+        for parameter, gradient in zip(trained, sums, strict=True):
+            parameter.grad = gradient
 
     def discard(self) -> None:
         """Clear the gradients, because the step is skipped or its replay restarts."""
@@ -116,16 +114,15 @@ class CallersReplica(Replica):
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
         # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each
         # micro-batch.
-        found = torch.autograd.grad(descriptors, self.inputs, gradient, allow_unused=True)
-        pairs = list(zip(self.gradients, found, strict=True))
-        for old, new in pairs:
-            if old is not None and new is not None:
-                old += new
-        # A copy to add to: autograd may give one tensor to several parameters, or one that repeats
-        # a number.
-        self.gradients = [
-            new.clone() if old is None and new is not None else old for old, new in pairs
-        ]
+        gradients = torch.autograd.grad(descriptors, self.inputs, gradient, allow_unused=True)
+        for number, addend in enumerate(gradients):
+            total = self.gradients[number]
+            if total is not None and addend is not None:
+                total += addend
+            elif addend is not None:
+                # A copy to add to: autograd may give one tensor to several parameters, or one that
+                # repeats a number.
+                self.gradients[number] = addend.clone()
 
     def reduce(self) -> None:
         if self._sums:
@@ -149,77 +146,80 @@ class ReplacedForward(nn.Module):
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Hide the hooks of `Tensor.register_hook` from passes of micro-batches: they are for the whole
-    gradient.
-    """
-    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters]
-    hidden = [(parameter, of_parameter) for parameter, of_parameter in hooks if of_parameter]
-    for parameter, _ in hidden:
+    """Hide hooks of `Tensor.register_hook` from micro-batches: they are for the whole gradient."""
+    hidden = {
+        parameter: parameter._backward_hooks
+        for parameter in parameters
+        if parameter._backward_hooks
+    }
+    for parameter in hidden:
         parameter._backward_hooks = None
     try:
         yield
     finally:
-        for parameter, of_parameter in hidden:
-            parameter._backward_hooks = of_parameter
+        for parameter, hooks in hidden.items():
+            parameter._backward_hooks = hooks
 
 
 def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Raise a DistapError unless the parameters that the network had when it described images are
-    still its own.
-    """
+    """Raise a DistapError unless the parameters that described the images are the network's own."""
     # Others would get the gradient, or none would, and nothing else would tell: where their values
     # are the same, the descriptors do not drift.
     present = dict(network.named_parameters())
     for name, parameter in trained.items():
         if present.get(name) is not parameter or not parameter.requires_grad:
             raise DistapError(
+                "network.exchanged_parameter",
                 f"{name} is another parameter in backward() than when the images were described, or"
                 " was frozen since, so its gradient would be lost: keep the network's parameters"
                 " until backward() has run. torch.func.functional_call lends a module other"
-                " parameters for one call only: copy their values into the network's own instead"
+                " parameters for one call only: copy their values into the network's own instead",
             )
 
 
 def refuse_hooks(network: nn.Module) -> None:
-    """Raise a DistapError that names a parameter whose hooks would act on the gradient of each
-    micro-batch.
-    """
+    """Raise a DistapError if a parameter's hook would act on each micro-batch's gradient."""
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise DistapError(
+                "network.hooked_parameter",
                 f"{name} has a hook on its gradient, which would act on each micro-batch's part of"
                 " it; remove the hook, or train in a loop of your own with distap.Multistage,"
-                " where it acts once, on the whole"
+                " where it acts once, on the whole",
             )
 
 
 def summed(
-    world: World, gradients: list[Tensor | None], like: Sequence[Tensor]
+    world: World, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays
-    None."""
+    """Sum gradients over ranks, one message per dtype. One missing on all ranks stays None."""
     # A small network has hundreds of tensors, and each message costs its own latency. The counts
     # travel along, since an optimiser leaves a parameter without gradient alone, but moves one of
     # zeros by its moments and its decay. One message: | gradient 1 | gradient 2 | ... | how many
     # ranks have 1, 2, ... |
-    result = list(gradients)
-    for dtype in dict.fromkeys(one.dtype for one in like):
-        mine = [number for number, one in enumerate(like) if one.dtype == dtype]
-        wholes = [torch.zeros_like(like[n]) if (g := gradients[n]) is None else g for n in mine]
-        have = torch.tensor(
-            [gradients[n] is not None for n in mine], dtype=dtype, device=wholes[0].device
-        )
-        flat = world.sum(torch.cat([*(whole.flatten() for whole in wholes), have]))
-        *parts, have = flat.split([*(whole.numel() for whole in wholes), len(mine)])
-        for n, whole, part, count in zip(mine, wholes, parts, have.tolist(), strict=True):
+    sums = list(gradients)
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        numbers = [number for number, like in enumerate(parameters) if like.dtype == dtype]
+        own = [_or_zeros(gradients[number], parameters[number]) for number in numbers]
+        is_there = [gradients[number] is not None for number in numbers]
+        counts = torch.tensor(is_there, dtype=dtype, device=own[0].device)
+        message = torch.cat([*(gradient.flatten() for gradient in own), counts])
+        lengths = [*map(torch.numel, own), len(numbers)]
+        *wholes, counts = world.sum(message).split(lengths)
+        for number, gradient, whole, count in zip(
+            numbers, own, wholes, counts.tolist(), strict=True
+        ):
             # Copied back, so that the gradient keeps the memory layout of its parameter.
-            result[n] = whole.copy_(part.view_as(whole)) if count else None
-    return result
+            sums[number] = gradient.copy_(whole.view_as(gradient)) if count else None
+    return sums
+
+
+def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient
 
 
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[None]:
-    """Enter a new region that computes convolutions and matrix products in this dtype; `float32`
-    does nothing.
+    """Compute convolutions and matrix products in this dtype inside; `float32` changes nothing.
 
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
@@ -239,51 +239,56 @@ def computing_in(precision: str, network: Callable[[Any], Tensor]) -> Callable[[
 
 
 def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
-    """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or
-    all.
-    """
+    """Return the ranks of a batch: `group`, those over which the wrapper averages, or all."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
     # Gradients and batches have to be of the same ranks.
-    if group is None and isinstance(network, DistributedDataParallel):
-        group = network.process_group
-    elif group is None:
-        # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the
-        # batch is of all.
-        sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
-        group = (
-            None
-            if sharded is None or sharded.device_mesh.ndim > 1
-            else sharded.device_mesh.get_group()
-        )
+    group = group or _group_of(network)
     return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
 
 
+def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
+    if isinstance(network, DistributedDataParallel):
+        return network.process_group
+    for parameter in network.parameters():
+        if isinstance(parameter, DTensor):
+            # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images:
+            # the batch is of all.
+            mesh = parameter.device_mesh
+            return mesh.get_group() if mesh.ndim == 1 else None
+    return None
+
+
 def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
-    """Raise a DistapError that names a part of an unwrapped network that would make the gradient
-    wrong.
-    """
+    """Raise a DistapError that names a part of a network that would make the gradient wrong."""
     for name, module in network.named_modules():
         if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
             raise DistapError(
+                "network.partly_sharded",
                 f"{name} is sharded by fully_shard, but not the whole network; call fully_shard on"
-                " it too"
+                " it too",
             )
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise DistapError(
+                "network.wrapped_inside",
                 f"{name or 'the network'} is wrapped by {type(module).__name__}; wrap the whole"
-                " network by DistributedDataParallel or fully_shard"
+                " network by DistributedDataParallel or fully_shard",
             )
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.running_mean is None:
-            raise DistapError(
-                f"{name} is a BatchNorm layer without running statistics, which mixes images"
-            )
-        if module.training and not freezes_batchnorm:
-            raise DistapError(
-                f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its"
-                " micro-batch; pass freeze_batchnorm=True, or set it to evaluation mode"
-                " (module.eval())"
-            )
+        if isinstance(module, _BatchNorm):
+            _refuse_batch_statistics(name, module, freezes_batchnorm)
+
+
+def _refuse_batch_statistics(name: str, module: _BatchNorm, freezes_batchnorm: bool) -> None:
+    if module.running_mean is None:
+        raise DistapError(
+            "network.mixes_images",
+            f"{name} is a BatchNorm layer without running statistics, which mixes images",
+        )
+    if module.training and not freezes_batchnorm:
+        raise DistapError(
+            "network.mixes_images",
+            f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its"
+            " micro-batch; pass freeze_batchnorm=True, or set it to evaluation mode"
+            " (module.eval())",
+        )

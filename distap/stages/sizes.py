@@ -19,10 +19,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> int:
-    """Return how many micro-batches like `images` can keep their graph on this rank, judged after
-    one step.
+    """Return how many micro-batches like `images` can keep their graph on this rank.
 
-    A step has `share` images of this rank.
+    Call it after one step, which has `share` images of this rank.
     """
     # parameters are whole here, so their storages can be told from the graph's
     with replica.describing():
@@ -46,14 +45,18 @@ def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> i
     room = free_memory(world.device) * SHARE_FOR_GRAPHS
     needed = -(-share // len(images))
     count = min(int(room / max(saved.bytes, 1)), needed)
-    text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used"
-    logger.info(text, count, needed, saved.bytes / 1e9, room / 1e9)
+    logger.info(
+        "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used",
+        count,
+        needed,
+        saved.bytes / 1e9,
+        room / 1e9,
+    )
     return count
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Count the bytes that autograd keeps for the backward pass, without the network's own
-    tensors."""
+    """Count the bytes that autograd keeps for the backward pass, but not the network's own."""
 
     def __init__(self, network: nn.Module) -> None:
         # Parameters are saved too, but are there without a graph as well.
@@ -74,9 +77,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes this rank may use beyond its peak so far; ranks of a host share its
-    free memory.
-    """
+    """Return how many bytes this rank may use beyond its peak; ranks of a host share its memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(

@@ -3,11 +3,13 @@
 A batch of thousands of high-resolution images does not fit in memory with its activations, but its
 descriptors do:
 
-    describe   for each micro-batch: d = network(images), without a graph; keep the pixels, d and
-    the random state gather     descriptors and labels of all ranks rank       loss and the gradient
-    of every descriptor, over the whole global batch replay     for each micro-batch: d =
-    network(images) again, with a graph; d.backward(its gradient) update     one reduction over the
-    ranks, one optimiser step
+    describe   for each micro-batch: d = network(images), without a graph;
+               keep the pixels, d and the random state
+    gather     descriptors and labels of all ranks
+    rank       loss and the gradient of every descriptor, over the whole global batch
+    replay     for each micro-batch: d = network(images) again, with a graph;
+               d.backward(its gradient)
+    update     one reduction over the ranks, one optimiser step
 
 The result is the gradient of the whole batch, not an approximation: a descriptor depends on its
 image and the random state alone, and both are the same in describe and replay. What this rests on
@@ -31,6 +33,7 @@ from distap.randomness import seed_for
 from distap.ranking.device_copies import moved
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
+from distap.ranking.inputs import agreement
 from distap.ranking.loss import Loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.proxies import ProxyLoss
@@ -61,7 +64,7 @@ class Described:
     """The result of describe, stage one: this rank's descriptors."""
 
     descriptors: Float[Tensor, "b C"]  # without a graph
-    kept: dict[int, Tensor]  # descriptors with their graph, by the first row of their micro-batch
+    graphs: dict[int, Tensor]  # descriptors with their graph, by their micro-batch's first row
     gathering: Gathering  # carries them to the other ranks
     buffers: SavedBuffers  # of the network, before this stage
     lost: list[int] = field(default_factory=list)  # rows whose descriptor is not finite
@@ -69,8 +72,10 @@ class Described:
 
 @dataclass
 class ThreeStages:
-    """The stages describe, gather, rank and replay; a DistapError if network or engine do not allow
-    the sizes.
+    """The stages describe, gather, rank and replay.
+
+    Raises:
+        DistapError: the engine cannot keep graphs, or the loss no memory of earlier descriptors.
     """
 
     replica: Replica  # the network on this rank
@@ -95,26 +100,26 @@ class ThreeStages:
         keep = self.sizes.keep
         if keep and not self.replica.keeps_graphs:
             raise DistapError(
-                f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0"
+                "engine.keeps_no_graphs",
+                f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0",
             )
         if self.memory.size and isinstance(self.loss, DescriptorLoss | ProxyLoss):
             raise DistapError(
-                f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out"
+                "loss.takes_no_memory",
+                f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out",
             )
         self._is_bound = False  # in a backward pass that cannot be given up
 
     def describe(self, batch: Batch) -> Described:
-        """Stage one: describe this rank's images. Pixels stay with the batch; some images keep a
-        graph.
-        """
+        """Stage one: describe this rank's images. Some of them keep their graph."""
         share = len(self.world.slots(batch.total))
         start = 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(
             self.loss, self.world, batch.total, self.mode, self.memory_bytes
         )
-        parts = list[Tensor]()
-        kept = dict[int, Tensor]()
+        pieces = list[Tensor]()
+        graphs = dict[int, Tensor]()
         with self.stage("describe", batch.step), self.replica.describing():
             if not self.probed:
                 self._probe_on_all(batch)
@@ -122,10 +127,10 @@ class ThreeStages:
             # Not a loop over fixed cuts: a size that runs out of memory is halved, and the same
             # rows are tried again.
             while start < share:
-                keeps = start >= first_kept
-                rows = slice(start, min(start + self.sizes.images, share if keeps else first_kept))
                 # Micro-batches that keep their graph are the last ones, so that graphs wait the
                 # shortest for replay.
+                keeps = start >= first_kept
+                rows = slice(start, min(start + self.sizes.images, share if keeps else first_kept))
                 try:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, buffers, keeps)
@@ -134,44 +139,36 @@ class ThreeStages:
                     # Graphs that wait for the replay hold the memory that is missing. Their
                     # descriptors stay.
                     if keeps:
-                        kept = {}
+                        graphs = {}
                         first_kept = share
                     continue
                 if keeps:
-                    kept[start] = descriptors
-                parts.append(descriptors.detach())
+                    graphs[start] = descriptors
+                pieces.append(descriptors.detach())
                 start = rows.stop
                 # The rows travel, and are counted, while the network goes on describing.
                 gathering.add(
-                    parts[-1], batch.labels[rows], batch.present[rows], batch.samples[rows]
+                    pieces[-1], batch.labels[rows], batch.present[rows], batch.samples[rows]
                 )
-        return Described(torch.cat(parts), kept, gathering, buffers)
+        return Described(torch.cat(pieces), graphs, gathering, buffers)
 
     def _probe_on_all(self, batch: Batch) -> None:
-        """Probe the network on every rank; all of them refuse it if one does, so that none waits
-        for the others.
-        """
-        problem = None
-        is_done = True
-        try:
-            self._probe(batch)
-        except DistapError as error:
-            problem = error
-        except (
-            RuntimeError
-        ) as error:  # the next step tries again, with the smaller micro-batches of this one's end
-            if not memory_ran_out(error):
-                raise
-            is_done = False
-        self.probed = all(self.world.agreed(problem, (), is_done))
+        """Probe the network on every rank; all of them refuse it if one does."""
+        with agreement(self.world, DistapError) as view:
+            try:
+                self._probe(batch)
+                view.value = True
+            except RuntimeError as error:
+                if not memory_ran_out(error):
+                    raise
+                # The next step tries again, with the smaller micro-batches of this one's end.
+        self.probed = all(view.values)
 
     def _probe(self, batch: Batch) -> None:
-        """Describe a few images twice, and refuse a network whose gradient would be silently
-        wrong."""
-        few = min(self.sizes.images, PROBED, len(batch.labels))
+        """Describe a few images twice; refuse a network whose gradient would be silently wrong."""
+        probed = min(self.sizes.images, PROBED, len(batch.labels))
         network = self.replica.network
-        images = moved(batch.images(slice(0, few)), self.world.device)
-
+        images = moved(batch.images(slice(0, probed)), self.world.device)
         buffers = SavedBuffers(network)
 
         def describe(count: int, seed: int) -> Tensor:
@@ -191,12 +188,12 @@ class ThreeStages:
             with eagerly:
                 if torch.is_grad_enabled() and not self.replica.lockstep:
                     # Leaves of both passes: a pass may make some of its own.
-                    passes = [describe(few, 0), describe(few, 0)]
+                    passes = [describe(probed, 0), describe(probed, 0)]
                     refuse_other_leaves(passes, network.parameters(), OUTSIDE)
                     refuse_shared_graphs(passes)
-                if few > 1 and not normalises_by_batch(network):
+                if probed > 1 and not normalises_by_batch(network):
                     with torch.no_grad():
-                        refuse_mixing(describe, network, few)
+                        refuse_mixing(describe, network, probed)
         finally:
             buffers.restore()
 
@@ -213,15 +210,13 @@ class ThreeStages:
             if len(lost):
                 batch.blank(lost)
                 described.lost.extend(lost.tolist())
-                for first, rows in [*described.kept.items()]:
+                for first, rows in [*described.graphs.items()]:
                     if any(first <= row < first + len(rows) for row in described.lost):
-                        del described.kept[first]
+                        del described.graphs[first]
             return described.gathering.finish()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
-        """Stage two: compute the loss of the global batch and the gradient of this rank's
-        descriptors.
-        """
+        """Stage two: compute the loss of the batch and the gradient of this rank's descriptors."""
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             gathered = replace(gathered, key=(self.seed, step))
@@ -242,40 +237,16 @@ class ThreeStages:
         graph.
         """
         with self.stage("replay", batch.step), self.replica.replaying():
-            longest = (
-                self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
-                if self.skip_below
-                else 0.0
-            )
-            others = self.world if self.replica.lockstep else None
             # The statistics of BatchNorm are to move once per step: replay moves them again, so
             # they go back to those that describe has left.
-            after = SavedBuffers(self.replica.network)
-            # Until memory suffices: all gradients so far are given up, so a smaller cut begins from
-            # nothing.
-            while True:
-                cutting = self.sizes.images, self.skip_below * longest, self._mixing is None, others
-                passes = backward_passes(ranking.gradient, described.kept, *cutting)
-                try:
-                    worst, counts = self._send_back(batch, described, passes)
-                    break
-                except RuntimeError as error:
-                    begun = (
-                        "this engine cannot give up what it has begun"
-                        if others or self._is_bound
-                        else None
-                    )
-                    self.sizes.halve("replay", False, error, begun or self._mixing)
-                self.replica.discard()
-                # Of a graph that was sent back autograd has freed what a second backward pass would
-                # need.
-                described.kept.clear()
+            buffers = SavedBuffers(self.replica.network)
+            worst, counts = self._replay_until_it_fits(batch, described, ranking.gradient)
             # Describe may have moved them by numbers that are not finite; for replay those images
             # are blank. So the statistics then move by what replay adds to those from before the
             # step.
             if not described.lost:
-                after.restore()
-            # After the loop, so that a rank which starts its replay again has sent nothing that the
+                buffers.restore()
+            # At the end, so that a rank which starts its replay again has sent nothing that the
             # others would add.
             with self.stopwatch.stage("reduce"):
                 self.replica.reduce()
@@ -286,32 +257,60 @@ class ThreeStages:
         replayed, kept = self.world.sum(counts).tolist()
         return greatest, replayed, kept
 
+    def _replay_until_it_fits(
+        self, batch: Batch, described: Described, gradient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run all backward passes; where memory runs out, begin again with smaller ones."""
+        limit = 0.0
+        if self.skip_below:
+            limit = self.skip_below * self.world.maximum(float(gradient.norm(dim=1).max()))
+        while True:
+            passes = backward_passes(
+                gradient,
+                described.graphs,
+                self.sizes.images,
+                limit=limit,
+                regroup=self._mixing is None,
+                lockstep=self.world if self.replica.lockstep else None,
+            )
+            try:
+                return self._send_back(batch, described, passes)
+            except RuntimeError as error:
+                obstacle = self._mixing
+                if self.replica.lockstep or self._is_bound:
+                    obstacle = "this engine cannot give up what it has begun"
+                self.sizes.halve("replay", False, error, obstacle)
+            # All gradients so far are given up: a smaller cut begins from nothing. Of a graph that
+            # was sent back autograd has freed what a second backward pass would need.
+            self.replica.discard()
+            described.graphs.clear()
+
     def _send_back(
         self, batch: Batch, described: Described, passes: list[BackwardPass]
     ) -> tuple[Tensor, Tensor]:
-        """Run the backward passes; return this rank's drift and its numbers of replayed and kept
-        images.
+        """Run the backward passes.
+
+        Returns this rank's drift, and its numbers of replayed and of kept images, (2,).
         """
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
-        first_again = 1 + sum(one.kept is not None for one in passes)
-        for number, one in enumerate(passes, 1):
-            is_last = number == len(passes)
-            again = one.kept
+        with_graph = sum(micro_batch.descriptors is not None for micro_batch in passes)
+        for number, micro_batch in enumerate(passes):
             # Kept graphs come first: their backward passes may need the buffers that describe has
             # left.
-            if number == first_again:
+            if number == with_graph:
                 described.buffers.restore()
-            if again is None:
-                again = self._forward(batch, one.rows, described.buffers)
-                if not one.is_padding:
-                    worst = torch.maximum(
-                        worst, drift(again.detach(), described.descriptors[one.rows])
-                    )
-            counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
+            descriptors = micro_batch.descriptors
+            if descriptors is None:
+                descriptors = self._forward(batch, micro_batch.rows, described.buffers)
+                if not micro_batch.is_padding:
+                    before = described.descriptors[micro_batch.rows]
+                    worst = torch.maximum(worst, drift(descriptors.detach(), before))
+            counts[int(number < with_graph)] += micro_batch.gradient.any(dim=1).sum()
             self._is_bound = not self.replica.survives_backward
+            is_last = number == len(passes) - 1
             with self.stopwatch.stage("network", part_of_outer=True):
-                self.replica.backward(again, one.gradient, is_last)
+                self.replica.backward(descriptors, micro_batch.gradient, is_last)
             self._is_bound = False
         return worst, counts
 
@@ -320,7 +319,7 @@ class ThreeStages:
     ) -> Float[Tensor, "n C"]:
         """Describe a micro-batch, with the buffers of before the step.
 
-        (seed, step, slot) seeds dropout, so describe and replay draw the same.
+        (seed, step, slot) seeds dropout, so that describe and replay draw the same.
         """
         buffers.restore(statistics=False)
         images = moved(batch.images(rows), self.world.device)
@@ -329,9 +328,8 @@ class ThreeStages:
         # The first image's slot stands for its micro-batch. Layers that draw for the whole
         # micro-batch draw alike in describe and replay, since the two cut alike where there are
         # such layers (`mixes_images`).
-        slot = self.world.slots(batch.total)[
-            int(rows.start if isinstance(rows, slice) else rows[0])
-        ]
+        first = int(rows.start if isinstance(rows, slice) else rows[0])
+        slot = self.world.slots(batch.total)[first]
         with self.stopwatch.stage("network", part_of_outer=True):
             self._draw_from(seed_for(DROPOUT, self.seed, batch.step, slot))
             return self.replica.forward(images)
@@ -345,9 +343,7 @@ class ThreeStages:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, announce it to other ranks' watchdogs, and restore torch's random state at
-        its end.
-        """
+        """Time a stage, announce it to all watchdogs, and restore torch's random state."""
         self.world.note(f"{name} of step {step + 1}")
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with self.stopwatch.stage(name), torch.random.fork_rng(devices), without_caches():

@@ -1,6 +1,4 @@
-"""Bound what web servers and object stores may answer: sizes, packing and redirects, by a
-middleware of aiohttp.
-"""
+"""Bound the answers of web servers and object stores: a middleware of aiohttp checks them."""
 
 import asyncio
 import os
@@ -16,20 +14,20 @@ from distap.storage.remotes import AnswerError
 
 MOST_BYTES = 2**26  # of an answer to a request that names no range: listings, metadata and errors
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
-# in a request and, with the whole size, in an answer
+# In a request and, with the whole size, in an answer.
 RANGE = re.compile(r"bytes[= ](\d+)-(\d+)(?:/.*)?")
 REMEDY = "serve the shards with nginx, Apache or an object store, or copy them to disk"
-# environment: names of hosts, with commas, that any answer may redirect to
+# In the environment: names of hosts, with commas, that any answer may redirect to.
 ALLOWED = "DISTAP_REDIRECTS"
 Handler = Callable[[ClientRequest], Awaitable[ClientResponse]]
 
 
 class BoundedContent:
-    """The body of an answer; its reading ends with an AnswerError after `most` bytes."""
+    """The body of an answer; reading raises an AnswerError after `limit` bytes."""
 
-    def __init__(self, content: Any, most: int, problem: str) -> None:
+    def __init__(self, content: Any, limit: int, problem: str) -> None:
         self._content = content
-        self._left = most
+        self._left = limit
         self._problem = problem
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +44,7 @@ class BoundedContent:
     def _counted(self, piece: bytes) -> bytes:
         self._left -= len(piece)
         if self._left < 0:
-            raise AnswerError(self._problem)
+            raise AnswerError("storage.bad_answer", self._problem)
         return piece
 
 
@@ -68,7 +66,10 @@ async def bounded(request: ClientRequest, handler: Handler) -> ClientResponse:
 def _bounded_content(request: ClientRequest, response: ClientResponse) -> BoundedContent:
     packing = response.headers.get("Content-Encoding", "identity")
     if response.status < 300 and packing not in ("identity", "", "aws-chunked"):
-        raise AnswerError(f"the server sends packed bytes ({packing}), which were not asked for")
+        raise AnswerError(
+            "storage.bad_answer",
+            f"the server sends packed bytes ({packing}), which were not asked for",
+        )
     wanted = RANGE.fullmatch(request.headers.get("Range", ""))
     if wanted is None or response.status >= 300:
         return BoundedContent(
@@ -79,46 +80,51 @@ def _bounded_content(request: ClientRequest, response: ClientResponse) -> Bounde
     sent = RANGE.fullmatch(response.headers.get("Content-Range", "")) or ("", "0", last)
     if int(sent[1]) != first:
         raise AnswerError(
-            f"the server ignores Range and sends bytes from {sent[1]}, not {first}; {REMEDY}"
+            "storage.bad_answer",
+            f"the server ignores Range and sends bytes from {sent[1]}, not {first}; {REMEDY}",
         )
     size = min(last, int(sent[2])) - first + 1
-    longer = f"the server ignores Range and sends more than the {size:,} bytes asked for; {REMEDY}"
-    return BoundedContent(response.content, size, longer)
+    return BoundedContent(
+        response.content,
+        size,
+        f"the server ignores Range and sends more than the {size:,} bytes asked for; {REMEDY}",
+    )
 
 
 async def _check_redirect(source: URL, location: str) -> None:
-    """Raise an AnswerError unless a redirect stays on its host, is allowed, or leads to https:// on
-    the internet.
+    """Raise an AnswerError unless a redirect stays on its host, is allowed, or is public.
+
+    Public is https:// on the internet.
     """
     try:
         target = source.join(URL(location))
         is_same = target.origin() == source.origin()
     except ValueError as error:
         raise AnswerError(
-            f"redirects to {location[:200]!r}, which is no URL of a web server"
+            "storage.bad_redirect",
+            f"redirects to {location[:200]!r}, which is no URL of a web server",
         ) from error
     host = target.host or ""
     if is_same or host in os.environ.get(ALLOWED, "").split(","):
         return
     if target.scheme != "https" or not (host == source.host or await _is_public(host)):
-        problem = (
-            f"redirects to {target.origin()}, another or an internal host, or one without"
-            " encryption"
-        )
         raise AnswerError(
-            f"{problem}; if that is meant, {ALLOWED}={host} in the environment allows it"
+            "storage.bad_redirect",
+            f"redirects to {target.origin()}, another or an internal host, or one without"
+            f" encryption; if that is meant, {ALLOWED}={host} in the environment allows it",
         )
 
 
 async def _is_public(host: str) -> bool:
-    """Tell whether all addresses of a host are of the internet, or none is known here, as behind a
-    proxy.
+    """Return whether all addresses of a host are of the internet.
+
+    Behind a proxy no address may be known here.
     """
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None)
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:
         return True
-    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in entries)
 
 
 def bounded_s3_session() -> type:

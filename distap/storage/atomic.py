@@ -1,6 +1,4 @@
-"""Write files so that a crash or a full disk leaves the old one or the new one, never half of one;
-identify files.
-"""
+"""Write files so that a crash or a full disk leaves the old or the new one, and identify files."""
 
 import errno
 import hashlib
@@ -19,27 +17,28 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace a file atomically, text as UTF-8; make missing folders. On return the file is on the
-    disk.
+    """Replace a file atomically, text as UTF-8; make missing folders.
+
+    On return the file survives a loss of power.
     """
     try:
         with replacing(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise _not_written(path, error) from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` on leaving the context; after an OSError the old file
-    stays.
+    """Open a new file that replaces `path` on leaving the context, unless an error occurs.
 
     Raises:
         DistapError: `path` is a device, a pipe or a folder, which no file may replace.
     """
     if path.exists() and not path.is_file():
         raise DistapError(
-            f"{path}: no regular file, so nothing can be written in its place; name a new file"
+            "storage.not_a_file",
+            f"{path}: no regular file, so nothing can be written in its place; name a new file",
         )
     # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -61,22 +60,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def require_free(folder: Path) -> None:
     """Raise a DistapError unless a folder of this name can appear by renaming another."""
     if folder.name in ("", ".."):
-        raise DistapError(f"{folder}: give the folder to write a name of its own")
+        raise DistapError(
+            "storage.bad_folder", f"{folder}: give the folder to write a name of its own"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DistapError(
-            f"{folder}: there is something already; choose another folder or remove it"
+            "storage.folder_taken",
+            f"{folder}: there is something already; choose another folder or remove it",
         )
     if folder.is_mount():
         raise DistapError(
-            f"{folder}: the root of a file system cannot appear by a rename; choose a folder in it"
+            "storage.bad_folder",
+            f"{folder}: the root of a file system cannot appear by a rename; choose a folder in it",
         )
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that appears as `path`, which is free, on leaving the context; after an error
-    nothing does.
-    """
+    """Make a folder that appears as the free `path` on leaving the context, unless by an error."""
     require_free(path)
     path = path.resolve()  # where a link leads to
     try:
@@ -90,7 +91,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             new.rename(path)  # an error if another process has written there meanwhile
         sync_path(path.parent)
     except OSError as error:
-        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> DistapError:
+    return DistapError(
+        "storage.cannot_write", f"{path}: cannot be written: {error.strerror or error}"
+    )
 
 
 def make_folder(folder: Path) -> None:
@@ -118,20 +125,19 @@ class FileIdentity:
     """Size and SHA-256 of a file; they differ if the file is damaged or another one."""
 
     bytes: int
-    sha256: str  # "" is not compared
+    sha256: str  # not compared if ""
 
     def difference(self, path: Path, record: str) -> str:
-        """Say how a file differs from this identity, which `record` holds; "" if it does not."""
+        """Return how a file differs from this identity, which `record` holds; "" if it does not."""
         try:
-            found = path.stat().st_size
-            if found != self.bytes:
-                return f"damaged or another file: {found} bytes, not the {self.bytes} in {record}"
-            is_another = self.sha256 and file_identity(path) != self
+            size = path.stat().st_size
+            if size != self.bytes:
+                return f"damaged or another file: {size} bytes, not the {self.bytes} in {record}"
+            if self.sha256 and file_identity(path) != self:
+                return f"damaged or another file: its SHA-256 is not the one in {record}"
         except (OSError, ValueError) as error:
             return f"{getattr(error, 'strerror', None) or error}, though {record} names it"
-        return (
-            f"damaged or another file: its SHA-256 is not the one in {record}" if is_another else ""
-        )
+        return ""
 
 
 def file_identity(path: Path) -> FileIdentity:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distap.storage.texts import MAX_NAME
 
 LONGEST_HEADER = 2**17  # bytes of an .npy file before its values
-PIECE = 2**20
+PIECE = 2**20  # code points that are compared at once
 LAST_CODE_POINT = 0x10FFFF
 Column = NDArray[Any]
 Buffer = bytes | mmap | memoryview
@@ -28,16 +28,18 @@ def columns_file(**columns: Any) -> bytes:
 
 
 def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
-    """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is
-    missing or wrong.
+    """Read arrays of the expected types from an untrusted .npz file.
 
     numpy.load allocates whatever memory a header declares, even terabytes, and unpacks a few
     compressed bytes to as much. Here columns are views of `data`, so they take no memory of their
     own; of a mapped file, all processes of a host share them.
 
     Args:
-        data: contents of the file. dtypes: numpy type by name: "str" or "U" is text, "scalar" one
-            int64, "table" text of two axes.
+        data: contents of the file.
+        dtypes: numpy type by name: "str" or "U" is text, "scalar" one int64, "table" text of two
+            axes.
+    Raises:
+        ValueError: a column is missing or wrong.
     """
     columns = {}
     where = ""
@@ -70,25 +72,27 @@ def _column(contents: memoryview, expected: str) -> Column:
     npy.read_magic(head)
     shape, _, dtype = npy.read_array_header_1_0(head)
     name, dimensions = {"scalar": ("int64", 0), "table": ("str", 2)}.get(expected, (expected, 1))
-    text = np.dtype(name).kind == "U"
-    if dtype.hasobject or (
-        dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)
-    ):
+    is_text = np.dtype(name).kind == "U"
+    is_expected = dtype.kind == "U" if is_text else dtype.newbyteorder("=") == np.dtype(name)
+    if dtype.hasobject or not is_expected:
         raise ValueError(f"of type {dtype}, expected {name}")
     if len(shape) != dimensions or dtype.itemsize == 0:
         raise ValueError(f"of shape {shape} and type {dtype}, expected {dimensions} dimensions")
-    if text and dtype.itemsize > 4 * MAX_NAME:
+    if is_text and dtype.itemsize > 4 * MAX_NAME:
         raise ValueError(
             f"of texts of {dtype.itemsize // 4:,} letters; at most {MAX_NAME:,} are read"
         )
+    values = np.frombuffer(contents[head.tell() :], dtype)
     # This refuses a shape that the values do not have.
-    column = (
-        np.frombuffer(contents[head.tell() :], dtype)
-        .reshape(shape)
-        .astype(dtype.newbyteorder("="), copy=False)
-    )
-    points = column.reshape(-1).view(np.uint32) if text else np.empty(0, np.uint32)
-    # comparing all at once would take as much memory again
+    column = values.reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+    if is_text:
+        _check_text(column.reshape(-1).view(np.uint32))
+    return column
+
+
+def _check_text(points: NDArray[np.uint32]) -> None:
+    """Raise a ValueError unless all code points are those of names."""
+    # Comparing all at once would take as much memory again.
     for start in range(0, len(points), PIECE):
         piece = points[start : start + PIECE]
         # Numbers below the first of a range become very large, and 0 fills up short texts.
@@ -102,4 +106,3 @@ def _column(contents: memoryview, expected: str) -> Column:
             )
         if unfit.any():
             raise ValueError("a name with control characters or line ends, or no text")
-    return column

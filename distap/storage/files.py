@@ -27,8 +27,7 @@ LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
 class Storage:
-    """Files of a folder on disk, given as a path or a file:// URL, or behind another URL that
-    fsspec knows.
+    """Files of a folder: a path or file:// URL on disk, or another URL that fsspec knows.
 
     Any thread may use it, and it can be copied into other processes. See `retried` for the errors
     of its methods.
@@ -37,7 +36,7 @@ class Storage:
     def __init__(self, base: str) -> None:
         self.base = base
         self.scheme = scheme_of(base) or "file"
-        # the folder, if on one
+        # The folder, if it is on this host's disk.
         self.disk = Path(base.removeprefix("file://")) if self.scheme == "file" else None
         self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
@@ -53,15 +52,15 @@ class Storage:
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        data = (
-            bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size))
-            if size
-            else b""
-        )
+        data = b""
+        if size:
+            data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size))
         # A short answer is the end of the file, or one that broke off without contradicting its
         # headers.
-        if len(data) < size and len(data) < (left := min(size, self._size(name) - offset)):
-            raise OSError(f"the connection ended after {len(data)} bytes of {left}")
+        if len(data) < size:
+            expected = min(size, self._size(name) - offset)
+            if len(data) < expected:
+                raise OSError(f"the connection ended after {len(data)} bytes of {expected}")
         self.meter["read_bytes"] += len(data)
         return data
 
@@ -77,7 +76,7 @@ class Storage:
         try:
             file = open_regular(self.disk / name)
         except ValueError as error:
-            raise DistapError(f"{self.where(name)}: {error}") from error
+            raise DistapError("storage.not_a_file", f"{self.where(name)}: {error}") from error
         with file:
             if os.fstat(file.fileno()).st_size < LARGE_FILE:  # a mapped file stays open
                 return file.read()
@@ -91,25 +90,26 @@ class Storage:
     def names(self, pattern: str) -> list[str]:
         """Return the names of files that match a glob, sorted."""
         if self.disk is not None:  # whose own name may hold the signs of a glob
-            found = (path for path in self.disk.glob(pattern) if path.is_file())
-            return sorted(path.relative_to(self.disk).as_posix() for path in found)
+            return sorted(
+                path.relative_to(self.disk).as_posix()
+                for path in self.disk.glob(pattern)
+                if path.is_file()
+            )
         start = joined(strip_protocol(self.base), "")
-        listed = self._files.glob(start + pattern, detail=True)
+        entries = self._files.glob(start + pattern, detail=True)
         return sorted(
-            path.removeprefix(start) for path, info in listed.items() if info["type"] == "file"
+            path.removeprefix(start) for path, info in entries.items() if info["type"] == "file"
         )
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each file below a folder, by name; {} if there is no such
-        folder.
-        """
+        """Return the sizes in bytes of the files below a folder, by name; {} without the folder."""
         start = joined(strip_protocol(self.base), "")
         try:
-            found = self._files.find(start + folder, detail=True)
+            entries = self._files.find(start + folder, detail=True)
         except FileNotFoundError:
             return {}
-        sizes = {str(path).removeprefix(start): int(info["size"]) for path, info in found.items()}
+        sizes = {str(path).removeprefix(start): int(info["size"]) for path, info in entries.items()}
         return {name: size for name, size in sizes.items() if name.startswith(f"{folder}/")}
 
     @retried("written")
@@ -123,8 +123,7 @@ class Storage:
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file unless it exists; return True for the one writer that succeeds, False
-        for others.
+        """Write a small file unless it exists; return True for the one writer that succeeds.
 
         Object stores that do not know If-None-Match, which S3 and Google's do, replace the other
         writer's.
@@ -141,8 +140,7 @@ class Storage:
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it survives a loss of power."""
         if self.disk is None:
-            # s3fs waits without end for a server that is silent when it sends: no time-out of its
-            # own is for that.
+            # Without this time-out, s3fs waits without end for a server that is silent.
             seconds = remotes.TIMEOUT_SECONDS * max(1, path.stat().st_size / SENT_PART)
             self._files.put_file(str(path), self.where(name), timeout=seconds)
             return
@@ -150,9 +148,7 @@ class Storage:
             shutil.copyfileobj(source, file, REQUEST_BYTES)
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file of any size to `path`, whose folder exists, by requests that are retried one
-        by one.
-        """
+        """Copy a file of any size to `path`, whose folder exists; each request can be retried."""
         with self.open(name) as source, path.open("wb") as copy:
             shutil.copyfileobj(source, copy, REQUEST_BYTES)
 
@@ -168,10 +164,13 @@ class Storage:
     def _size(self, name: str) -> int:
         info = self._files.info(self.where(name))
         if info["type"] == "directory":
-            raise DistapError(f"{self.where(name)}: expected a file, not a folder")
+            raise DistapError(
+                "storage.not_a_file", f"{self.where(name)}: expected a file, not a folder"
+            )
         if info["size"] is None:
             raise DistapError(
-                f"{self.where(name)}: the server does not tell the file's size (Content-Length)"
+                "storage.no_size",
+                f"{self.where(name)}: the server does not tell the file's size (Content-Length)",
             )
         return int(info["size"])
 
@@ -193,10 +192,11 @@ class _Blocks(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readall(self) -> bytes:  # which would ask for pieces of 8 KiB
+    def readall(self) -> bytes:  # the base class would read pieces of 8 KiB
         if self._storage.scheme in ("http", "https") and self._size > LARGEST_WHOLE:
             raise DistapError(
-                f"{self._storage.where(self._name)}: more than {LARGEST_WHOLE:,} bytes"
+                "storage.too_large",
+                f"{self._storage.where(self._name)}: more than {LARGEST_WHOLE:,} bytes",
             )
         return b"".join(iter(partial(self.read, REQUEST_BYTES), b""))
 

@@ -1,37 +1,30 @@
-"""Parse paths and URLs of data sets and of checkpoint stores, and list a data set's shards.
+"""Parse paths and URLs of data sets and of checkpoint stores.
 
 A data set is one of:
 
-shards/train                      a folder, with index.npz in it shards/train-*.tar                a
-glob shards/{000..009}.tar             a brace pattern, as webdataset writes them
-https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
-imagefolder:photos/               images that are not packed: a folder with a sub-folder per class
-hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a
-name, and a split described:descriptors/train       descriptors in place of images: a folder that
-`distap extract` wrote given:module:Class                one that was an object in Python, in the
-record of a run
+    shards/train                    a folder, with index.npz in it
+    shards/train-*.tar              a glob
+    shards/{000..009}.tar           a brace pattern, as webdataset writes them
+    https://host/{000..009}.tar     the same behind http(s)://, s3://, gs:// and file://
+    imagefolder:photos/             images that are not packed: a folder with one folder per class
+    hf:photos, hf:user/name#train   a data set of Hugging Face: a folder that save_to_disk wrote, or
+                                    a name, and a split
+    described:descriptors/train     descriptors in place of images: a folder of `distap extract`
+    given:module:Class              an object in Python, in the record of a run
 
-and a part of it: shards/train[:0.75] has three quarters of its classes, shards/train[0.75:] the
+or a part of one: shards/train[:0.75] has three quarters of its classes, shards/train[0.75:] the
 others.
 """
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
-from braceexpand import braceexpand
-
 from distap.errors import DistapError
-
-if TYPE_CHECKING:
-    from distap.storage.files import Storage
 
 SHARDS_INDEX = "index.npz"
 REMOTE = ("http", "https", "s3", "gs")
@@ -41,10 +34,10 @@ UNWRITABLE = {
     "https": "a web server",
     "memory": "the memory of one process",
 }
-MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNPACKED = ("imagefolder", "hf", "described", "given")
-_GLOB = "*?["
+GLOB = "*?["
+_SIGNS = frozenset("{" + GLOB)  # of patterns
 _PART = re.compile(r"(.+)\[(\d*\.?\d+)?:(\d*\.?\d+)?\]")
 _EXPECTED = (
     "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or"
@@ -61,7 +54,7 @@ class Source:
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kind: str = "shards"  # or imagefolder, hf, described, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
-    # of its classes in a fixed random order: begin and end, as shares
+    # Begin and end of its classes in a fixed random order, as shares.
     part: tuple[float, float] = (0.0, 1.0)
 
     def __str__(self) -> str:
@@ -94,18 +87,15 @@ def joined(base: str, name: str) -> str:
 
 
 def from_folder(text: str, folder: str) -> str:
-    """Resolve a data set's relative path against `folder`; return other paths, URLs and names
-    unchanged.
-    """
+    """Resolve a data set's relative path against `folder`; keep absolute paths, URLs and names."""
     kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
-    # A data set of Hugging Face may have a name instead, and one in Python has no place.
-    whole = part[1] if (part := _PART.fullmatch(path)) else path
-    is_name = kind == "given:" or (
-        kind == "hf:" and not Path(folder, whole.partition("#")[0]).is_dir()
-    )
-    stays = is_name or path.startswith("/") or _URL.match(path)
-    return text if stays else kind + joined(folder, path)
+    # A data set in Python has no place, and one of Hugging Face may have a name instead.
+    if kind == "given:" or path.startswith("/") or _URL.match(path):
+        return text
+    if kind == "hf:" and not Path(folder, _split_part(path)[0].partition("#")[0]).is_dir():
+        return text
+    return kind + joined(folder, path)
 
 
 def scheme_of(base: str) -> str:
@@ -119,55 +109,71 @@ def parse_source(source: "str | Path | Source") -> Source:
     if isinstance(source, Source):
         return source
     text = str(source)
-    found = _PART.fullmatch(text)
-    if found:
-        whole, begin, end = found.groups()
-        part = float(begin or 0), float(end or 1)
-        if not 0 <= part[0] < part[1] <= 1 or whole.startswith("described:"):
+    whole, begin, end = _split_part(text)
+    if whole != text:
+        if not 0 <= begin < end <= 1 or whole.startswith("described:"):
             raise DistapError(
-                f"{text}: expected images, and shares of their classes such as {whole}[:0.75]"
+                "data.bad_source",
+                f"{text}: expected images, and shares of their classes such as {whole}[:0.75]",
             )
-        return replace(parse_source(whole), text=text, part=part)
+        return replace(parse_source(whole), text=text, part=(begin, end))
     kind, colon, place = text.partition(":")
     is_packed = not colon or kind not in _UNPACKED
     if text == "" or "\0" in text or not (is_packed or place):
-        raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
+        raise DistapError("data.bad_source", f"data set {text!r}: expected {_EXPECTED}")
     if not is_packed:
         return Source(text, place.rstrip("/") or "/", None, kind=kind)
     if _URL.match(text) is None:
         return _local_source(text, text)
-    scheme, host, rest = _split_url(text)
+    scheme, host, path = _split_url(text)
     if scheme == "file":
-        if host not in ("", "localhost") or not rest:
-            raise DistapError(
-                f"{text}: a file: URL has three slashes and a whole path, such as"
-                " file:///data/train"
-            )
-        return _local_source(text, unquote(rest.removeprefix("localhost")))
-    if scheme not in REMOTE:
-        raise DistapError(f"{text}: {scheme}:// is unknown; expected {_EXPECTED}")
-    is_web = scheme.startswith("http")
-    if not host or any(sign in host for sign in "{*?["):
-        raise DistapError(f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://")
-    if is_web and any(sign in rest for sign in "?#*["):
+        return _file_source(text, host, path)
+    return _remote_source(text, scheme, host, path)
+
+
+def _file_source(text: str, host: str, path: str) -> Source:
+    if host not in ("", "localhost") or not path:
         raise DistapError(
+            "data.bad_source",
+            f"{text}: a file: URL has three slashes and a whole path, such as file:///data/train",
+        )
+    return _local_source(text, unquote(path.removeprefix("localhost")))
+
+
+def _remote_source(text: str, scheme: str, host: str, path: str) -> Source:
+    if scheme not in REMOTE:
+        raise DistapError(
+            "data.bad_source", f"{text}: {scheme}:// is unknown; expected {_EXPECTED}"
+        )
+    is_web = scheme.startswith("http")
+    if not host or not _SIGNS.isdisjoint(host):
+        raise DistapError(
+            "data.bad_source",
+            f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://",
+        )
+    if is_web and not set("?#*[").isdisjoint(path):
+        raise DistapError(
+            "data.bad_source",
             f"{text}: a web server cannot list its files, and what a query says belongs into"
             " FSSPEC_HTTPS; expected a folder with its index, or a brace pattern such as"
-            " {000..009}.tar"
+            " {000..009}.tar",
         )
-    base, pattern = _split_pattern(rest)
+    base, pattern = _split_pattern(path)
     # The URL has the escapes of a browser; the names in the index have none.
     return Source(text, f"{scheme}://{base}", unquote(pattern) if pattern and is_web else pattern)
 
 
+def _split_part(text: str) -> tuple[str, float, float]:
+    """Return a data set without its part, and the part's begin and end as shares of classes."""
+    part = _PART.fullmatch(text)
+    if part is None:
+        return text, 0.0, 1.0
+    return part[1], float(part[2] or 0), float(part[3] or 1)
+
+
 def part_of(text: str, begin: float, end: float) -> str:
-    """Return the text that `parse_source` reads as a part of a data set's classes, by shares of
-    them.
-    """
-    found = _PART.fullmatch(text)
-    whole, low, high = (
-        (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
-    )
+    """Return the text of a part of a data set, or of a part of its part, by shares of classes."""
+    whole, low, high = _split_part(text)
     ends = (f"{low + share * (high - low):.9f}".rstrip("0").rstrip(".") for share in (begin, end))
     return f"{whole}[{':'.join(ends)}]"
 
@@ -176,117 +182,61 @@ def parse_store(url: str) -> str:
     """Return the URL of a folder for checkpoints without its last slash."""
     if _URL.match(url) is None:
         raise DistapError(
-            f"{url!r} is no URL; expected one such as s3://bucket/folder or file:///folder"
+            "checkpoint.bad_store",
+            f"{url!r} is no URL; expected one such as s3://bucket/folder or file:///folder",
         )
-    scheme, host, rest = _split_url(url)
+    scheme, host, path = _split_url(url)
     if scheme in UNWRITABLE:
         raise DistapError(
-            f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://"
+            "checkpoint.bad_store",
+            f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://",
         )
-    if (scheme == "file") != (host == "") or not rest.strip("/"):
+    if (scheme == "file") != (host == "") or not path.strip("/"):
         raise DistapError(
+            "checkpoint.bad_store",
             f"{url}: expected a bucket after ://, or of file:// a whole path, such as"
-            " file:///mnt/runs"
+            " file:///mnt/runs",
         )
-    return f"{scheme}://{rest.rstrip('/')}"
+    return f"{scheme}://{path.rstrip('/')}"
 
 
 def _split_url(text: str) -> tuple[str, str, str]:
-    """Return the scheme, the host and everything after `://`; refuse credentials without repeating
-    them.
+    """Return the scheme, the host and everything after `://`.
+
+    Raises:
+        DistapError: the URL has credentials, which the message does not repeat.
     """
-    scheme, _, rest = text.partition("://")
-    host = rest.partition("/")[0]
+    scheme, _, path = text.partition("://")
+    host = path.partition("/")[0]
     if "@" in host:
-        problem = (
-            "credentials in a URL end up in logs and checkpoints; put them into the environment"
+        raise DistapError(
+            "storage.credentials_in_url",
+            f"{scheme}://...@{host.rpartition('@')[2]}: credentials in a URL end up in logs and"
+            " checkpoints; put them into the environment",
         )
-        raise DistapError(f"{scheme}://...@{host.rpartition('@')[2]}: {problem}")
-    return scheme.lower(), host, rest
+    return scheme.lower(), host, path
 
 
 def _local_source(text: str, path: str) -> Source:
-    # folders that exist, whose names may hold the signs of a pattern
-    whole = 0
-    parts = path.split("/")
+    # Folders that exist, whose names may hold the signs of a pattern.
+    plain = 0
+    names = path.split("/")
     with suppress(OSError):  # such as that of a pattern that is too long for a path
-        while whole < len(parts) and Path("/".join(parts[: whole + 1]) or "/").is_dir():
-            whole += 1
-    base, pattern = _split_pattern(path, whole)
+        while plain < len(names) and Path("/".join(names[: plain + 1]) or "/").is_dir():
+            plain += 1
+    base, pattern = _split_pattern(path, plain)
     return Source(text, base or ("/" if path.startswith("/") else "."), pattern)
 
 
-def _split_pattern(path: str, whole: int = 0) -> tuple[str, str | None]:
-    """Return the folder that holds all shards, and the pattern of their names or None; `whole`
-    parts have none.
+def _split_pattern(path: str, plain: int = 0) -> tuple[str, str | None]:
+    """Return the folder that holds all shards, and the pattern of their names or None.
+
+    The first `plain` names of the path belong to no pattern.
     """
-    parts = path.split("/")
-    last = max(len(parts) - parts[-1].endswith(".tar"), whole)
-    first = next(
-        (i for i in range(whole, len(parts)) if any(sign in parts[i] for sign in "{" + _GLOB)), last
-    )
-    return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:]) or None
-
-
-def shard_names(source: Source, storage: "Storage") -> list[str]:
-    """Return a source's shards in the order of the index: names relative to its base, which
-    `storage` reads.
-    """
-    if source.kind != "shards":
-        raise DistapError(
-            f"{source}: images that are not packed are no shards; `distap data pack` makes some"
-        )
-    if source.pattern is None and source.scheme not in LISTABLE:
-        url = f"{source.base}/{{000..009}}.tar"
-        raise DistapError(
-            f"{source}: a web server cannot list its files; name the shards by a brace pattern:"
-            f" {url}"
-        )
-    names: list[str] = []
-    for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
-        safe_name(pattern, str(source))
-        if not any(sign in pattern for sign in _GLOB):
-            names.append(pattern)
-            continue
-        # A glob may match the index too, and macOS leaves a ._ file next to each that it copies.
-        found = [
-            name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")
-        ]
-        names += [name for name in found if name.endswith(".tar")] or found
-    if not names:
-        lacking = (
-            "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
-        )
-        if source.pattern is None and (
-            packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]
-        ):
-            lacking += (
-                f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
-            )
-        raise DistapError(f"{source}: the data set is empty: {lacking}")
-    if len(set(names)) < len(names):
-        [(twice, _)] = Counter(names).most_common(1)
-        raise DistapError(f"{source}: the pattern names the shard {twice} twice")
-    return [safe_name(name, str(source)) for name in names]
-
-
-def _expanded(source: Source) -> Iterator[str]:
-    pattern = source.pattern or ""
-    # The library holds the whole of a range before it gives the first name, so look at its ends
-    # first.
-    is_long = any(
-        abs(int(end) - int(start)) >= MAX_SHARDS
-        for start, end in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
-    )
-    try:
-        patterns = [] if is_long else list(islice(braceexpand(pattern), MAX_SHARDS + 1))
-    except (ValueError, RecursionError) as error:
-        raise DistapError(
-            f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar"
-        ) from error
-    if is_long or len(patterns) > MAX_SHARDS:
-        raise DistapError(f"{source}: the pattern names more than {MAX_SHARDS:,} shards")
-    yield from patterns
+    names = path.split("/")
+    last = max(len(names) - names[-1].endswith(".tar"), plain)
+    first = next((i for i in range(plain, len(names)) if not _SIGNS.isdisjoint(names[i])), last)
+    return "/".join(names[:first]).rstrip("/"), "/".join(names[first:]) or None
 
 
 def safe_name(name: str, where: str) -> str:

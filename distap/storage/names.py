@@ -1,5 +1,4 @@
-"""Compare names of classes and files whatever their Unicode form: macOS decomposes `é` where others
-compose it.
+"""Compare names of classes and files whatever their Unicode form: macOS decomposes `é`.
 
 A file is read by the bytes of its name, so names are kept as they are and compared in one form,
 NFC. Where two files differ in the form of their names alone, each is found by its own bytes only.
@@ -21,8 +20,7 @@ def composed(name: str) -> str:
 
 
 class Names:
-    """Names, each found by any form of it. Row numbers, in place of names, are found as they
-    are."""
+    """Names, each found by any form of it. There may be row numbers in place of names."""
 
     def __init__(self, names: Iterable[str | int]) -> None:
         self._names = {*names}
@@ -33,18 +31,14 @@ class Names:
         self._of_form = {form: alike[0] for form, alike in by_form.items() if len(alike) == 1}
 
     def known_as(self, name: T) -> T | str:
-        """Return the one of these names that differs from `name` in its form alone; without one,
-        `name` itself.
-        """
+        """Return the only one of these names that differs from `name` in its form, else `name`."""
         if name in self._names or not isinstance(name, str):
             return name
         return self._of_form.get(composed(name), name)
 
 
 def as_on_disk(path: Path) -> Path:
-    """Return the path of a file that is missing by this name, but there in another form of it;
-    otherwise `path`.
-    """
+    """Return `path`, or the same path in another form if only a file of that name exists."""
     if str(path).isascii() or path.exists():
         return path
     folder = as_on_disk(path.parent)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
 
-# extra of distap that a scheme needs
+# Extra of distap that a scheme needs.
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
 PERMANENT = (
     FileNotFoundError,
@@ -20,7 +20,7 @@ PERMANENT = (
     NotADirectoryError,
 )
 PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
-# file systems check some options only when used
+# File systems check some options only when used.
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)
 LACKS_CREDENTIALS = (
     "NoCredentialsError",
@@ -30,13 +30,13 @@ LACKS_CREDENTIALS = (
 )
 WRONG_CHECKSUM = ("FlexibleChecksumError", "ChecksumError")  # of botocore and gcsfs
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
-# of a request, which reads 8 MiB at most, or a whole image
+# Of a request, which reads 8 MiB at most, or a whole image.
 ATTEMPTS = 5
 TIMEOUT_SECONDS = 60.0
-# seconds between two attempts, doubled each time
+# Seconds between two attempts, doubled each time.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 60.0
-# gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first
+# gcsfs looks for zonal buckets over gRPC, which hangs in processes that were forked after its first
 # use. It reads this when it is imported, by fsspec at any time.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 M = TypeVar("M", bound=Callable[..., Any])
@@ -47,9 +47,7 @@ class MissingFileError(DistapError):
 
 
 class UnreachableError(DistapError):
-    """Raised after all attempts failed for reasons that may pass, so that a later start may
-    succeed.
-    """
+    """Raised after all attempts failed for reasons that may pass: a later start may succeed."""
 
     status = FAILED
 
@@ -59,58 +57,64 @@ class DamagedFileError(DistapError):
 
 
 class AnswerError(DistapError):
-    """Raised if a server answers what no reader may take; asking again would not help."""
+    """Raised if a server's answer is not acceptable; another attempt would not help."""
 
 
 def file_system(scheme: str) -> Any:
-    """Make an fsspec file system with connections of its own and the options of fsspec's
-    configuration.
-    """
-    import fsspec.config  # slow
+    """Make an fsspec file system with connections of its own, as fsspec is configured."""
+    import fsspec  # slow
 
-    options = deepcopy(fsspec.config.conf.get(scheme, {}))
     try:
-        if scheme in ("http", "https"):
-            from aiohttp import ClientTimeout
-
-            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), **options.get("client_kwargs", {})}
-            options["client_kwargs"] = with_bounds(client)
-        if scheme == "s3":
-            from distap.storage.answers import bounded_s3_session
-
-            # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set
-            # below.
-            seconds = dict.fromkeys(("connect_timeout", "read_timeout"), TIMEOUT_SECONDS)
-            own = {
-                "retries": {"total_max_attempts": 1},
-                "http_session_cls": bounded_s3_session(),
-                **seconds,
-            }
-            options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
-        if scheme == "gs":
-            options.setdefault("requests_timeout", TIMEOUT_SECONDS)
-            options["session_kwargs"] = with_bounds(options.get("session_kwargs", {}))
-        if scheme == "file":
-            options["auto_mkdir"] = True
         # A cached listing would hide checkpoints that other hosts have written since.
         files = fsspec.filesystem(
-            scheme, skip_instance_cache=True, use_listings_cache=False, **options
+            scheme, skip_instance_cache=True, use_listings_cache=False, **_options_of(scheme)
         )
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
         raise DistapError(
-            f"{scheme}:// needs a package that is not installed ({error}){remedy}"
+            "package.missing",
+            f"{scheme}:// needs a package that is not installed ({error}){remedy}",
         ) from error
     except Exception as error:
-        told = f"{scheme}://: {error}; FSSPEC_{scheme.upper()} has options of fsspec's file system"
-        raise DistapError(told) from error
+        raise DistapError(
+            "storage.bad_options",
+            f"{scheme}://: {error}; FSSPEC_{scheme.upper()} has options of fsspec's file system",
+        ) from error
     if scheme == "s3":
-        files.retries = 1
+        files.retries = 1  # see `retried`
     return files
 
 
+def _options_of(scheme: str) -> dict[str, Any]:
+    """Return the options of fsspec's configuration, with ours where it has none."""
+    import fsspec.config
+
+    options = deepcopy(fsspec.config.conf.get(scheme, {}))
+    if scheme in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), **options.get("client_kwargs", {})}
+        options["client_kwargs"] = with_bounds(client)
+    elif scheme == "s3":
+        from distap.storage.answers import bounded_s3_session
+
+        options["config_kwargs"] = {
+            "retries": {"total_max_attempts": 1},  # see `retried`
+            "http_session_cls": bounded_s3_session(),
+            "connect_timeout": TIMEOUT_SECONDS,
+            "read_timeout": TIMEOUT_SECONDS,
+            **options.get("config_kwargs", {}),
+        }
+    elif scheme == "gs":
+        options.setdefault("requests_timeout", TIMEOUT_SECONDS)
+        options["session_kwargs"] = with_bounds(options.get("session_kwargs", {}))
+    elif scheme == "file":
+        options["auto_mkdir"] = True
+    return options
+
+
 def with_bounds(client: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of an aiohttp session, and with them bounds for the answers of a server."""
+    """Return an aiohttp session's settings, with bounds for the answers of a server."""
     from distap.storage.answers import bounded
 
     # Tars are not worth packing once more, and a packed part of a file cannot be unpacked.
@@ -119,13 +123,12 @@ def with_bounds(client: dict[str, Any]) -> dict[str, Any]:
     return {**client, "headers": headers, "auto_decompress": False, "middlewares": middlewares}
 
 
-def retried(done: str) -> Callable[[M], M]:
-    """Decorate a storage method, whose first argument names a file, to be retried until it
-    succeeds.
+def retried(action: str) -> Callable[[M], M]:
+    """Decorate a storage method, whose first argument names a file, to be tried several times.
 
     Its errors become MissingFileError if there is no such file, DistapError if another attempt
-    cannot help, and UnreachableError if all attempts failed. `done` completes "cannot be ..." in
-    their messages.
+    cannot help, and UnreachableError if all attempts failed. `action` completes "cannot be ..." in
+    their messages. An attempt of ours is a single one of boto and of s3fs.
     """
     import stamina
 
@@ -150,12 +153,12 @@ def retried(done: str) -> Callable[[M], M]:
                     with attempt:
                         return method(self, name, *args, **options)
             except Exception as error:  # each file system raises its own
-                mistake = _cause(error)
-                if isinstance(mistake, AnswerError):
-                    raise AnswerError(f"{self.where(name)}: {mistake}") from error
-                if isinstance(mistake, DistapError):
-                    raise mistake from None
-                raise _explained(error, self.where(name), done) from error
+                cause = _cause(error)
+                if isinstance(cause, AnswerError):
+                    raise AnswerError(cause.code, f"{self.where(name)}: {cause}") from error
+                if isinstance(cause, DistapError):
+                    raise cause from None
+                raise _explained(error, cause, self.where(name), action) from error
             raise AssertionError("at least one attempt")
 
         return cast(M, call)
@@ -163,36 +166,41 @@ def retried(done: str) -> Callable[[M], M]:
     return decorated
 
 
-def _explained(error: Exception, where: str, done: str) -> DistapError:
-    cause = _cause(error)
+def _explained(error: Exception, cause: Exception, where: str, action: str) -> DistapError:
+    """Return the error to raise after the last attempt failed with `error`, which has a `cause`."""
     if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
-        return MissingFileError(f"{where}: there is no such file")
-    reason = str(cause) or str(cause.__cause__ or "") or type(cause).__name__
-    if isinstance(cause, TimeoutError):
-        reason = f"no answer within {TIMEOUT_SECONDS:g} s"
-    if type(cause).__name__ == "TooManyRedirects":  # of aiohttp, whose text names no reason
-        reason = "the server redirects again and again"
-    if any(type(one).__name__ in WRONG_CHECKSUM for one in _chain(error)):
+        return MissingFileError("storage.missing", f"{where}: there is no such file")
+    reason = _reason_of(cause)
+    if any(type(link).__name__ in WRONG_CHECKSUM for link in _chain(error)):
         return DamagedFileError(
-            f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}"
+            "storage.damaged",
+            f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}",
         )
     if not _may_pass(error):
-        return DistapError(f"{where}: cannot be {done}: {reason}")
+        return DistapError("storage.refused", f"{where}: cannot be {action}: {reason}")
     return UnreachableError(
-        f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}"
+        "storage.unreachable",
+        f"{where}: cannot be {action}: {ATTEMPTS} attempts failed, the last with: {reason}",
     )
 
 
-def _cause(error: Exception) -> Exception:
-    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as
-    that.
+def _reason_of(cause: Exception) -> str:
+    if type(cause).__name__ == "TooManyRedirects":  # of aiohttp, whose text names no reason
+        return "the server redirects again and again"
+    if isinstance(cause, TimeoutError):
+        return f"no answer within {TIMEOUT_SECONDS:g} s"
+    return str(cause) or str(cause.__cause__ or "") or type(cause).__name__
 
-    A DistapError of our own middleware comes back as the cause or context of errors of fsspec or
-    boto.
+
+def _cause(error: Exception) -> Exception:
+    """Return the error behind an error of fsspec or boto, or the error itself.
+
+    A DistapError of our own middleware comes back as their cause or context. Over HTTP, fsspec
+    reports all failures as a FileNotFoundError.
     """
-    own = [one for one in _chain(error) if isinstance(one, DistapError)]
-    if own:
-        return own[0]
+    for link in _chain(error):
+        if isinstance(link, DistapError):
+            return link
     cause = error.__cause__
     is_of_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
     return cast(Exception, cause) if isinstance(error, FileNotFoundError) and is_of_http else error
@@ -200,28 +208,27 @@ def _cause(error: Exception) -> Exception:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, and those that it was raised from or in the handling of."""
-    inner: BaseException | None = error
-    while inner is not None:
-        yield inner
-        inner = inner.__cause__ or inner.__context__
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _may_pass(error: Exception) -> bool:
     error = _cause(error)
-    if (
-        isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS))
-        or type(error).__name__ in LACKS_CREDENTIALS
-    ):
+    if isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS)):
+        return False
+    if type(error).__name__ in LACKS_CREDENTIALS:
         return False
     if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
         return False
     status = (
         getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
     )
-    # Google says so when a token has run out
+    # Google's text when a token has run out.
     if status == 401 and "Invalid Credentials" in str(error):
         return True
-    return status not in REFUSED and not str(error).startswith("Forbidden")  # as gcsfs says for 403
+    return status not in REFUSED and not str(error).startswith("Forbidden")  # of gcsfs for 403
 
 
 def _status_of_boto(error: Exception) -> int | None:
@@ -230,8 +237,6 @@ def _status_of_boto(error: Exception) -> int | None:
     if isinstance(cause, TimeoutError):  # fsspec wraps it once more
         cause = cause.__cause__
     answer = getattr(cause, "response", None)
-    return (
-        answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(answer, dict)
-        else None
-    )
+    if not isinstance(answer, dict):
+        return None
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -1,6 +1,4 @@
-"""Handle untrusted text: make names safe for a terminal, log line or page, and read files within
-bounds.
-"""
+"""Handle untrusted text: escape names for terminals, logs and pages; read files within bounds."""
 
 import json
 import math
@@ -13,19 +11,20 @@ from typing import Any
 
 from pydantic_core import from_json
 
-# bytes of a key, path or class's name, all of which an index holds as wide as the longest
+# Bytes of a key, path or class's name, all of which an index holds as wide as the longest.
 MAX_NAME = 4096
 MOST_TEXT = 2**26  # bytes of a text that is read whole
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no
 # UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-# but tabs and line ends, which messages have
+# Control characters but tabs and line ends, which messages have.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def is_line(name: str) -> bool:
-    """Tell whether a name is one line of text without control characters, of at most MAX_NAME bytes
-    in UTF-8.
+    """Return whether a name is one line of text, of at most MAX_NAME bytes in UTF-8.
+
+    Control characters make it none.
     """
     return bool(name) and not _UNFIT.search(name) and len(name.encode()) <= MAX_NAME
 
@@ -37,12 +36,13 @@ def as_line(name: str) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters in a message, so that it cannot command a terminal."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read; raise a ValueError if it is a pipe, which could wait for ever, a device
-    or a folder.
+    """Open a file to read; raise a ValueError if it is a device, a folder, or a pipe.
+
+    A pipe could let its reader wait for ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe opens at once like this
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -51,14 +51,17 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Read a file of at most `most` bytes as UTF-8 text; raise an OSError or a ValueError if that
-    fails.
+def read_text(path: Path, limit: int = MOST_TEXT) -> str:
+    """Read a file of at most `limit` bytes as UTF-8 text.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is longer, no text, or no regular file.
     """
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"more than {most:,} bytes")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"more than {limit:,} bytes")
     try:
         return data.decode()
     except UnicodeDecodeError as error:  # which holds the whole text
@@ -66,8 +69,10 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
 
 
 def parsed_json(text: str | bytes, kind: type = dict) -> Any:
-    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of
-    some 200 levels.
+    """Parse JSON whose outermost value is a `kind`.
+
+    Raises:
+        ValueError: it is another, has some 200 levels, or is no JSON.
     """
     value = from_json(text)
     if not isinstance(value, kind):
@@ -81,9 +86,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def read_written_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file that a person wrote, as `read_json`; refuse repeated keys and numbers that
-    are not finite.
-    """
+    """Read a JSON file that a person wrote; refuse repeated keys and non-finite numbers."""
     text = read_text(path)
     parsed_json(text, kind)
     return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)

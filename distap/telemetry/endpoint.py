@@ -35,7 +35,7 @@ from distap.errors import DistapError, logger
 from distap.processes.watchdog import Watchdog
 
 MOST_CLIENTS = 64
-# from the start of a connection to the end of its answer; each has one request
+# From the start of a connection to the end of its answer; each has one request.
 REQUEST_SECONDS = 10.0
 FOREIGN_HOST = (
     "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to"
@@ -64,9 +64,10 @@ class Endpoint:
         try:
             listening = make_server(address, port, self.answer, kind, _RequestHandler)
         except OSError as error:
-            problem = f"cannot listen on {address}:{port}: {error.strerror or error}"
             raise DistapError(
-                f"metrics.port: {problem}; choose another, or null for none"
+                "telemetry.cannot_listen",
+                f"metrics.port: cannot listen on {address}:{port}: {error.strerror or error};"
+                " choose another, or null for none",
             ) from error
         with listening as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
@@ -94,18 +95,18 @@ class Endpoint:
             return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
         elif path == "/healthz":
             fault = self.watchdog and self.watchdog.verdict
-            status, content = self._said("leaving after a fault" if fault else None, "healthy")
+            status, content = self._state("leaving after a fault" if fault else None, "healthy")
             content |= {"fault": fault} if fault else {}
         elif path == "/readyz":
-            status, content = self._said(self.not_ready(), "training")
+            status, content = self._state(self.not_ready(), "training")
         else:
             status = HTTPStatus.NOT_FOUND
             content = {"error": "unknown path; expected /metrics, /healthz or /readyz"}
         start(f"{status.value} {status.phrase}", [("Content-Type", "application/json")])
         return [json.dumps({"rank": self.rank, **content}).encode() + b"\n"]
 
-    def _said(self, problem: str | None, otherwise: str) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Answer with the rank's activity, such as `describe of step 12`, and its seconds."""
+    def _state(self, problem: str | None, otherwise: str) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Return the answer with the rank's activity, such as `describe of step 12`."""
         content: dict[str, Any] = {"status": problem or otherwise}
         if self.watchdog is not None:
             activity, seconds = self.watchdog.activity
@@ -114,11 +115,9 @@ class Endpoint:
 
 
 class _Server(ThreadingWSGIServer):
-    """prometheus_client's server with one thread per connection, so that a slow client delays no
-    probe.
-    """
+    """prometheus_client's server: one thread per connection, so that none delays probes."""
 
-    # with the usual 5, many connections at a time make a probe wait for seconds
+    # With the usual 5, many connections at a time make a probe wait for seconds.
     request_queue_size = 128
 
     def __init__(self, *arguments: Any) -> None:
@@ -127,9 +126,7 @@ class _Server(ThreadingWSGIServer):
         super().__init__(*arguments)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take a place for a new connection. If there is none, cut the oldest off, so that probes
-        are answered.
-        """
+        """Take a place for a new connection; if all are taken, cut off the oldest connection."""
         has_place = self._places.acquire(blocking=False)
         if not has_place:
             for oldest in list(self._begun)[:1]:
@@ -179,16 +176,14 @@ def _cut_off(connection: socket.socket) -> None:
 
 @cache
 def _own_names() -> tuple[str, str]:
-    """Return the names of this host. The name service may take its time, so ask only when a name is
-    in question.
-    """
+    """Return the names of this host, which the name service may take its time to look up."""
     return socket.gethostname().lower(), socket.getfqdn().lower()
 
 
 def _is_foreign(host: str, address: str) -> bool:
-    """Return whether the header Host may be the domain of a page that made it point here, to read
-    in a browser.
+    """Return whether the header Host may be the domain of a page that made it point here.
 
+    Such a page would read the metrics in a browser (DNS rebinding).
     No page can do so with an IP address, or with a name without a dot, such as those of services in
     compose.
     """

@@ -117,9 +117,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
 
 
 class TrainingMetrics(SimpleNamespace):
-    """Metrics of one rank; rank 0 also exports the global ones. Each name in the table is an
-    attribute.
-    """
+    """Metrics of one rank: an attribute for each key of the tables. Rank 0 also exports GLOBAL."""
 
     def __init__(
         self,
@@ -132,18 +130,18 @@ class TrainingMetrics(SimpleNamespace):
         # has to ask its rank.
         elsewhere = registry if is_first else CollectorRegistry()
         disable_created_metrics()  # a series more for each counter and summary, which nothing reads
-        for table, where in ((OF_RANK, registry), (GLOBAL, elsewhere)):
+        for table, target in ((OF_RANK, registry), (GLOBAL, elsewhere)):
             for attribute, (kind, name, text, *labels) in table.items():
-                metric = kind(name, text, labels, namespace="distap", registry=where)
+                metric = kind(name, text, labels, namespace="distap", registry=target)
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
-        versions = {
-            "version": distap.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
         Info("build", "Versions", namespace="distap", registry=registry).info(
-            versions | {"device": device}
+            {
+                "version": distap.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "device": device,
+            }
         )
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so
         # name this one.
@@ -170,11 +168,14 @@ class TrainingMetrics(SimpleNamespace):
         figures: Mapping[str, float],
         skipped: str | None,
     ) -> None:
-        """Record a step of this rank: images, seconds by stage and of the whole `step`, and figures
-        by attribute.
+        """Record a step of this rank.
 
-        `skipped` is `descriptor`, `loss` or `gradient` if that was not finite, so that the
-        parameters did not move.
+        Args:
+            images: their number on this rank.
+            seconds: by stage, and of the whole `step`.
+            figures: values of other metrics by attribute.
+            skipped: `descriptor`, `loss` or `gradient` if that was not finite, so that the
+                parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
@@ -192,6 +193,5 @@ class TrainingMetrics(SimpleNamespace):
 
 def host_memory_peak() -> int:
     """Return this process's peak resident memory so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,10 +1,10 @@
-"""Write and read a run's log, metrics.jsonl, and pass its figures on to TensorBoard, Weights &
-Biases or others.
+"""Write and read a run's log, metrics.jsonl, and pass its figures on to loggers.
 
-The log has one JSON object for each step or evaluation. Loggers get its figures under the same
-names; nested names are joined by a slash (`seconds/describe`, `validation/mAP`), and figures that
-are not finite are left out. Each package sends what it is given from a queue of its own. An error
-of a logger costs a line and a warning, never the training.
+The log has one JSON object for each step or evaluation. Loggers, such as TensorBoard and Weights &
+Biases, get its figures under the same names; nested names are joined by a slash
+(`seconds/describe`, `validation/mAP`), and figures that are not finite are left out. Each package
+sends its figures from a queue of its own. An error of a logger costs a line and a warning, never
+the training.
 """
 
 import importlib
@@ -36,9 +36,7 @@ FLUSH_SECONDS = 10
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """Append an entry to a file of JSON lines; warn if the line is lost, for example on a full
-    disk.
-    """
+    """Append an entry to a file of JSON lines; warn if the line is lost, as on a full disk."""
     try:
         with path.open("ab") as file:  # NaN and infinity are null there, since JSON has neither
             file.write(to_json(entry, inf_nan_mode="null") + b"\n")
@@ -47,36 +45,30 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
 
 
 def cut_run_log(folder: Path, step: int) -> None:
-    """Remove lines of steps after `step` from the log of a run that continues from there, and
-    unreadable lines.
-    """
+    """Remove unreadable lines, and those of steps after `step`, from a log to be continued."""
     path = folder / RUN_LOG
     if path.exists():
-        write_whole(
-            path,
-            b"".join(to_json(entry) + b"\n" for entry in _entries(path) if entry["step"] <= step),
-        )
+        lines = [to_json(entry) + b"\n" for entry in _entries(path) if entry["step"] <= step]
+        write_whole(path, b"".join(lines))
 
 
-def log_start(folder: Path, step: int, **about: Any) -> None:
-    """Append when, where and with which versions a training starts from `step` to
-    folder/starts.jsonl.
-    """
+def log_start(folder: Path, step: int, **facts: Any) -> None:
+    """Append time, host and versions of a training's start, and `facts`, to folder/starts.jsonl."""
     import torch  # here, since a page about a run needs none
 
-    versions = {
+    entry = {
+        "step": step,
+        "time": time.time(),
+        "host": socket.gethostname(),
         "distap": distap.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    own = {"step": step, "time": time.time(), "host": socket.gethostname()}
-    append_line(folder / STARTS_LOG, {**own, **versions, **about})
+    append_line(folder / STARTS_LOG, entry | facts)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Read the starts of a run that `log_start` logged; return nothing for a run older than this
-    log.
-    """
+    """Read the starts that `log_start` logged; a run older than this log has none."""
     path = folder / STARTS_LOG
     return list(_entries(path)) if path.is_file() else []
 
@@ -85,14 +77,14 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
     """Read the lines of a run's log."""
     path = folder / RUN_LOG
     if not path.is_file():
-        raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
+        raise DistapError(
+            "telemetry.no_log", f"{path}: no such run log; a training writes it into its run folder"
+        )
     return list(_entries(path))
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a log; warn of damaged lines, but not of a last one that an interruption
-    cut short.
-    """
+    """Yield the entries of a log; warn of damaged lines, except a last one that was cut short."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MOST_TEXT), b""), 1):
             try:
@@ -117,15 +109,16 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Interface of a logger of figures, which is also what a recipe chooses; its fields are its
-    keys.
+    """Interface of a logger of figures; its fields are the keys of its section in a recipe.
 
-    Training waits for its calls, so that those have to queue what they send.
+    Training waits for its calls, so that those have to queue their figures.
     """
 
     def prepare(self) -> None:
-        """Import packages and check settings before training, offline; raise ImportError if a
-        package is missing.
+        """Import packages and check settings before training, offline.
+
+        Raises:
+            ImportError: a package is missing.
         """
 
     def open(self, run: LoggedRun) -> None:
@@ -135,48 +128,50 @@ class Logger(Protocol):
         """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
 
     def close(self, failed: bool) -> None:
-        """Flush everything; no further call follows. `failed` tells whether an error has ended the
-        training.
-        """
+        """Flush everything at the end of the training, which an error has ended if `failed`."""
 
 
 def prepare_loggers(chosen: Mapping[str, Logger]) -> None:
-    """Import the packages of loggers, by name; raise a DistapError if one is missing or cannot
-    work.
+    """Import the packages of the loggers that a recipe names, and check their settings.
+
+    Raises:
+        DistapError: a package is missing, or a logger cannot work.
     """
-    for name, one in chosen.items():
+    for name, chosen_logger in chosen.items():
         try:
-            one.prepare()
+            chosen_logger.prepare()
         except ImportError as error:
             package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
-            problem = (
-                f"the package {error.name} is missing"
-                if error.name
-                else "its package cannot be imported"
-            )
-            remedy = f"pip install {package}, or leave the logger out ({error})"
-            raise DistapError(f"loggers.{name}: {problem}; {remedy}") from error
+            problem = "its package cannot be imported"
+            if error.name:
+                problem = f"the package {error.name} is missing"
+            raise DistapError(
+                "package.missing",
+                f"loggers.{name}: {problem}; pip install {package}, or leave the logger out"
+                f" ({error})",
+            ) from error
 
 
 @contextmanager
 def opened_loggers(
     chosen: Mapping[str, Logger], run: LoggedRun
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and
-    `time`, to each.
+    """Open a run's loggers; yield a function that passes a line of the run's log to each.
+
+    A line has a `step` and a `time`.
     """
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
-    told: set[str] = set()
+    failing: set[str] = set()
 
-    def survives(name: str, call: Callable[..., None], *given: Any) -> bool:
+    def survives(name: str, call: Callable[[], None]) -> bool:
         try:
-            call(*given)
+            call()
         except (Exception, SystemExit) as error:  # packages end the process where a key is missing
-            if name not in told:  # later errors usually have the same reason
-                first, _, _ = str(error).strip().partition("\n")
+            if name not in failing:  # later errors usually have the same reason
+                first = str(error).strip().partition("\n")[0]
                 reason = without_secrets(f"{type(error).__name__}: {first[:300]}")
                 logger.warning("loggers.%s: figures are lost: %s; training goes on", name, reason)
-            told.add(name)
+            failing.add(name)
             return False
         return True
 
@@ -184,17 +179,19 @@ def opened_loggers(
         figures = finite_figures(
             {key: value for key, value in entry.items() if key not in ("step", "time")}
         )
-        for name, one in opened.items():
-            survives(name, one.log, entry["step"], entry["time"], figures)
+        for name, target in opened.items():
+            survives(name, partial(target.log, entry["step"], entry["time"], figures))
 
-    opened = {name: one for name, one in chosen.items() if survives(name, one.open, run)}
+    opened = {
+        name: target for name, target in chosen.items() if survives(name, partial(target.open, run))
+    }
     failed = True
     try:
         yield log
         failed = False
     finally:
-        for name, one in opened.items():
-            survives(name, one.close, failed)
+        for name, target in opened.items():
+            survives(name, partial(target.close, failed))
 
 
 def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -247,7 +244,7 @@ class WeightsAndBiases:
     def prepare(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
         os.environ.setdefault("WANDB_SILENT", "true")
-        # the end would wait without limit
+        # Its defaults would let the end of a training wait without limit.
         for patience in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
             os.environ.setdefault(patience, "30")
         wandb: Any = importlib.import_module("wandb")
@@ -256,7 +253,9 @@ class WeightsAndBiases:
             prompt=False, verify=False
         ):
             raise DistapError(
-                "loggers.wandb: no key: set WANDB_API_KEY in the environment, or WANDB_MODE=offline"
+                "telemetry.no_key",
+                "loggers.wandb: no key: set WANDB_API_KEY in the environment, or"
+                " WANDB_MODE=offline",
             )
 
     def open(self, run: LoggedRun) -> None:
@@ -264,15 +263,8 @@ class WeightsAndBiases:
         own_id = run.folder / "loggers" / "wandb"
         if not own_id.exists():
             write_whole(own_id, secrets.token_hex(4))
-        # Send neither terminal output nor the command line, which may hold an address with a
-        # secret.
-        ours = wandb.Settings(
-            silent=True,
-            console="off",
-            reinit="create_new",
-            allow_val_change=True,
-            x_disable_meta=True,
-        )
+        # Its settings keep back terminal output and the command line, which may hold an address
+        # with a secret.
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "distap"),
             name=run.id,
@@ -280,7 +272,13 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.recipe),
-            settings=ours,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                reinit="create_new",
+                allow_val_change=True,
+                x_disable_meta=True,
+            ),
         )
         # W&B drops steps that do not grow, as a step that is done again after an interruption.
         self._run.define_metric("step", hidden=True)

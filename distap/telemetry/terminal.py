@@ -2,14 +2,13 @@
 
 A log line has time, level, run, rank and step. As text, for people and for grep:
 
-    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: left out: 3.tar:0007:
-    truncated
+    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: left out: 3.tar:7: truncated
 
 As JSON, one object per line, for a log collector (`rank` is null in the launcher, `step` before the
 first step):
 
-    {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap",
-    "message": "..."}
+    {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12,
+     "logger": "distap", "message": "..."}
 
 In JSON an exception is the field `exception`, a step's figures are fields, and messages of other
 packages, Python's warnings and uncaught exceptions become such lines too. C++ code prints what
@@ -42,8 +41,9 @@ from distap.storage.texts import printable
 
 T = TypeVar("T")
 LogFormat = Literal["text", "json"]
-TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
-RECENT_SECONDS = 600.0  # that tell how long the rest will take
+LOG_SECONDS = 30.0  # from one line about progress to the next, without a terminal
+# Progress of the last so many seconds gives the estimate of the time left.
+RECENT_SECONDS = 600.0
 FILE_COLUMNS = 250  # of a file or pipe that results go to, so that a row of a table is one line
 
 
@@ -90,29 +90,29 @@ if not results.is_terminal:
     results.width = FILE_COLUMNS
 
 
-def print_result(*parts: object) -> None:
+def print_result(*items: object) -> None:
     """Print a command's results (lines and tables) to standard output."""
-    with _told_if_full():
-        for part in parts:
+    with _reporting_full_disk():
+        for item in items:
             # A text may hold brackets, such as a class called [red], which rich would take for
             # markup.
-            results.print(part, markup=not isinstance(part, str))
+            results.print(item, markup=not isinstance(item, str))
 
 
 def print_text(text: str) -> None:
-    """Print a text for programs, such as JSON or YAML, to standard output as it is."""
-    with _told_if_full():
+    """Print a text for programs, such as JSON or YAML, to standard output without formatting."""
+    with _reporting_full_disk():
         results.out(text, highlight=False)
 
 
 @contextmanager
-def _told_if_full() -> Iterator[None]:
+def _reporting_full_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
         results.silence()  # else Python would try once more when it ends
         raise DistapError(
-            f"standard output: cannot be written: {error.strerror or error}"
+            "command.output_lost", f"standard output: cannot be written: {error.strerror or error}"
         ) from error
 
 
@@ -130,52 +130,54 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 
 @contextmanager
 def progress(
-    description: str, total: int, done: int = 0, shown: bool = True, seconds: float = TELL_SECONDS
+    description: str, total: int, done: int = 0, shown: bool = True, seconds: float = LOG_SECONDS
 ) -> Iterator[Callable[..., None]]:
-    """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the
-    end.
+    """Open a progress bar. Without a terminal, or with JSON, log every `seconds` s and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for
     programs, figures by name. It shows the text, or else the speed, and the time left, judged by
-    the time since the first item or of late.
+    the items of the last RECENT_SECONDS.
     """
-    started = told = time.monotonic()
-    draws, description = (
-        shown and console.is_terminal and origin.form is None,
-        printable(description),
-    )
-    columns = (
+    started = time.monotonic()
+    logged = started  # time of the last line
+    description = printable(description)
+    draws = shown and console.is_terminal and origin.form is None
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, disable=not draws, speed_estimate_period=RECENT_SECONDS
+        console=console,
+        disable=not draws,
+        speed_estimate_period=RECENT_SECONDS,
     ) as bar:
         task = bar.add_task(escape(description), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:
-            nonlocal done, told
+            nonlocal done, logged
             done = now
             bar.update(task, completed=done)
             speed = bar.tasks[0].speed
             left = bar.tasks[0].time_remaining
-            text = text or (f"{speed:,.3g} a second" if speed else "")
-            text += "" if left is None else f", {timedelta(seconds=round(left))} left"
+            if not text and speed:
+                text = f"{speed:,.3g} a second"
+            if left is not None:
+                text += f", {timedelta(seconds=round(left))} left"
+
             if draws:
                 bar.update(task, description=escape(f"{description}  {text}"))
-            elif shown and time.monotonic() - told >= seconds:
-                told = time.monotonic()
-                tell(f"{description} {done}/{total}  {text}", **figures)
+            elif shown and time.monotonic() - logged >= seconds:
+                logged = time.monotonic()
+                print_progress(f"{description} {done}/{total}  {text}", **figures)
 
         yield show
     if shown and not draws and seconds:
-        tell(f"{description} {done}/{total}  done in {time.monotonic() - started:.1f} s")
+        took = time.monotonic() - started
+        print_progress(f"{description} {done}/{total}  done in {took:.1f} s")
 
 
-def tell(text: str, **figures: float) -> None:
-    """Print a message about progress, which holds no control characters."""
+def print_progress(text: str, **figures: float) -> None:
+    """Print or log a message about progress, which holds no control characters."""
     if origin.form is not None:
         logger.info("%s", text, extra={"figures": figures})
     else:
@@ -211,11 +213,12 @@ def text_table(
 def set_up_logging(rank: int, as_results: bool = False) -> None:
     """Print a command's messages: all of rank 0, and warnings of other ranks with their rank.
 
-    With `as_results`, what is no warning goes to the standard output, since the command was called
-    for it.
+    With `as_results`, all but warnings goes to standard output, since the command was called for
+    it.
     """
-    logger.handlers = [handler := _ConsoleHandler()]
-    handler.said = results if as_results else console
+    handler = _ConsoleHandler()
+    handler.target = results if as_results else console
+    logger.handlers = [handler]
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
@@ -224,7 +227,7 @@ def set_up_logging(rank: int, as_results: bool = False) -> None:
 def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
     """Print a training's messages at a terminal; otherwise write log lines to standard error.
 
-    These are all lines of rank 0 and of a launcher (None), and warnings and errors of other ranks.
+    Rank 0 and a launcher (None) log everything, other ranks their warnings and errors.
     """
     if form == "text" and console.is_terminal:
         set_up_logging(rank or 0)
@@ -249,25 +252,32 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error for a person, without a traceback; once per host if all ranks met it."""
+    """Print an error with its code, without a traceback; once per host if all ranks have it.
+
+    JSON log lines have the code as a key, others in brackets at their end.
+    """
     if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if origin.form is not None:
-        logger.error("%s", error)
+    code = getattr(error, "code", "")
+    text = f"{error} [{code}]" if code else str(error)
+    if origin.form == "json":
+        logger.error("%s", error, extra={"figures": {"code": code}})
+    elif origin.form == "text":
+        logger.error("%s", text)
     else:
-        console.print(f"error: {error}", markup=False, style="red")
+        console.print(f"error: {text}", markup=False, style="red")
 
 
 class _ConsoleHandler(logging.Handler):
     """Print messages above a progress bar, not through it."""
 
-    said: Console = console  # where all but warnings goes
+    target: Console = console  # of all but warnings
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
             print_warning(self.format(record))
         else:
-            self.said.print(self.format(record), markup=False)
+            self.target.print(self.format(record), markup=False)
 
 
 class _Formatter(logging.Formatter):

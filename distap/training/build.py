@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from distap.checkpoint.agreement import first_on_rank_0, on_all
+from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
-from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
-from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.adapters import freeze
 from distap.model.backbone import RandomWeights, TimmBackbone
@@ -27,24 +24,22 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
-from distap.retrieval.whitening import load_whitening
 from distap.stages.exactness import default_drift, make_writable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_hooks, refuse_unusable
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.training.learner import Learner, TrainingStep
-from distap.training.optimizer import parameter_groups
+from distap.training.optimizer import parameter_groups, trained_parameters
 from distap.world import World
 
-# keys of the model for which a network in Python stands
+# Keys of the model for which a network in Python stands, and those that it cannot have.
 GIVEN_PARTS = ("backbone", "weights", "pooling")
-OF_HEADS = ("projection", "whitening", "layer_norm", "unit_length")  # and those that it cannot have
+OF_HEADS = ("projection", "whitening", "layer_norm", "unit_length")
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """Open the recipe's training images for this rank, from the source that `data.reading`
-    names."""
+    """Open the recipe's training images for this rank, by the source `data.reading`."""
     data = recipe.data
     job = LoadingJob(
         source=data.train_source,
@@ -66,30 +61,17 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     Rank 0 alone loads weights, the recipe's if `weights` is None, and sends them to the others.
     """
     model = recipe.model
-    # parameters of the same shapes
+    # The other ranks need parameters of the same shapes alone.
     chosen = (weights or model.weights) if world.rank == 0 else RandomWeights()
 
     def build() -> RetrievalNetwork:
-        options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
-        if isinstance(model.backbone, TimmBackbone):
-            options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
         # The first parameters are a function of the seed, whatever was drawn before.
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
-            told = [key for key in OF_HEADS if getattr(model, key)]
-            if told:
-                raise DistapError(
-                    f"model.{told[0]}: a network given in Python ends as it does: leave the key out"
-                )
-            refuse_unusable(model.backbone.given, freezes_batchnorm=True)
-            refuse_hooks(model.backbone.given)
-            make_writable(model.backbone.given)
-            given = model.backbone.retrieval_network(
-                recipe.data.image_size, model.batchnorm, world.device
-            )
-            if getattr(chosen, "whole", False):
-                chosen.load(given)
-            return given
+            return _given_network(recipe, chosen, world)
+        options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
+        if isinstance(model.backbone, TimmBackbone):
+            options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
         return build_network(
             model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options
         )
@@ -102,52 +84,50 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     return network
 
 
-def with_given(recipe: NetworkRecipe, given: nn.Module | None, where: str) -> NetworkRecipe:
-    """Put the Python network `given` into a recorded recipe, if the run was started with one; check
-    that it fits.
+def _given_network(recipe: NetworkRecipe, weights: Any, world: World) -> RetrievalNetwork:
+    """Wrap the recipe's network in Python; load `weights` if they are of a whole network."""
+    model = recipe.model
+    for key in OF_HEADS:
+        if getattr(model, key):
+            raise DistapError(
+                "network.ends_itself",
+                f"model.{key}: a network given in Python ends as it does: leave the key out",
+            )
+    module = model.backbone.given
+    refuse_unusable(module, freezes_batchnorm=True)
+    refuse_hooks(module)
+    make_writable(module)
+    network: RetrievalNetwork = model.backbone.retrieval_network(
+        recipe.data.image_size, model.batchnorm, world.device
+    )
+    if getattr(weights, "whole", False):
+        weights.load(network)
+    return network
+
+
+def with_given(recipe: NetworkRecipe, network: nn.Module | None, where: str) -> NetworkRecipe:
+    """Put the Python network into a recorded recipe, if the run was started with one.
+
+    Raises:
+        DistapError: the network is missing, or the recipe builds its own.
     """
     backbone = recipe.model.backbone
-    if isinstance(backbone, Part) != (given is not None):
-        if given is not None:
-            raise DistapError(f"{where}: its network is that of its recipe; leave `network` out")
+    needs_network = isinstance(backbone, Part)
+    if network is None and needs_network:
         raise DistapError(
+            "network.missing",
             f"{where}: its network was an object in Python, {backbone.keys['of']}: build one like"
-            " it, and load its parameters by distap.load(..., network=...)"
+            " it, and load its parameters by distap.load(..., network=...)",
         )
-    if given is None:
+    if network is None:
         return recipe
-    model = recipe.model.model_copy(update=dict.fromkeys(GIVEN_PARTS, GivenNetwork(given)))
+    if not needs_network:
+        raise DistapError(
+            "network.unexpected",
+            f"{where}: its network is that of its recipe; leave `network` out",
+        )
+    model = recipe.model.model_copy(update=dict.fromkeys(GIVEN_PARTS, GivenNetwork(network)))
     return recipe.model_copy(update={"model": model})
-
-
-def describing_of(
-    recipe: NetworkRecipe,
-    network: RetrievalNetwork,
-    world: World,
-    sizing: str | None = None,
-    scales: Sequence[float] | None = None,
-    *,
-    whitening: str | Path | None = None,
-    shown: bool = False,
-) -> Describing:
-    """Return how evaluations describe images with an unsharded network; None takes the recipe's
-    settings.
-
-    `whitening` is what `distap whiten` wrote.
-    """
-    data = recipe.data
-    evaluation = recipe.evaluation
-    describer = ImageDescriber(
-        network,
-        Sizing.parse(sizing or recipe.sizing),
-        scales or evaluation.scales,
-        whitening=None if whitening is None else load_whitening(Path(whitening)),
-        antialias=evaluation.antialias,
-        precision=evaluation.precision,
-        first=evaluation.dimensions,
-        batch_pixels=evaluation.batch_size * data.image_size**2,
-    )
-    return Describing(describer, world, data.workers, shown)
 
 
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
@@ -155,56 +135,44 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation is None:
         return {}
-    of_own: dict[str, Any] = {name: getattr(data, name) for name in ("gallery", "gallery_draws")}
-    own = open_set(data.validation, **of_own, figures=recipe.evaluation.figures)
-    keys = *of_own, "figures", "truth"
-    return {str(data.validation): own} | {
-        name: open_set(other.data, name, **{key: getattr(other, key) for key in keys})
-        for name, other in recipe.evaluation.also.items()
+    validation = open_set(
+        data.validation,
+        gallery=data.gallery,
+        gallery_draws=data.gallery_draws,
+        figures=recipe.evaluation.figures,
+    )
+    return {str(data.validation): validation} | {
+        name: open_set(
+            section.data,
+            name,
+            gallery=section.gallery,
+            gallery_draws=section.gallery_draws,
+            figures=section.figures,
+            truth=section.truth,
+        )
+        for name, section in recipe.evaluation.also.items()
     }
-
-
-def describing_of_set(
-    recipe: Recipe, name: str, network: RetrievalNetwork, world: World
-) -> Describing:
-    """Return how an evaluation describes the images of a set of `sets_of` with the network as it is
-    now.
-    """
-    own = recipe.evaluation.also.get(name, recipe.evaluation)
-    return describing_of(recipe, network, world, own.sizing, own.scales)
 
 
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
-    """Build the learner: the network, spread over ranks by the recipe's engine, with its
-    optimiser."""
+    """Build the learner: the network, spread over ranks by the engine, with its optimiser."""
     optimizer = recipe.optimizer
-    if recipe.model.adapter is not None:
-        recipe.model.adapter.adapt(network, recipe.data.image_size, recipe.seed)
-        for parameter in (one for one in network.parameters() if one.requires_grad):
-            parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
-    if recipe.model.freeze is not None:
-        freeze(network, recipe.model.freeze)
-    if recipe.data.is_described:  # nothing reaches what stands before the head
-        freeze(
-            network,
-            [name for name, _ in network.named_parameters() if not name.startswith("head.")],
-        )
-    trained = {
-        name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad
-    }
+    _choose_trained(recipe, network, world)
+    trained = {name.partition(".")[0] for name, _ in trained_parameters(network)}
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(
+            "network.nothing_to_train",
             "optimizer.head_only: nothing but the backbone has parameters to train; set"
-            " model.projection"
+            " model.projection",
         )
 
     def build() -> Any:
-        # Further parts of a network learn as its head does.
-        parts = {
-            name: (one, getattr(optimizer, name, optimizer.head))
-            for name, one in network.named_children()
+        # Further modules of a network learn as its head does.
+        modules = {
+            name: (module, getattr(optimizer, name, optimizer.head))
+            for name, module in network.named_children()
         }
-        return optimizer.chosen.build(parameter_groups(parts, optimizer.layer_decay))
+        return optimizer.chosen.build(parameter_groups(modules, optimizer.layer_decay))
 
     if recipe.step.fold_batchnorm:
         fold_batchnorm(network)
@@ -216,18 +184,31 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
     return learner
 
 
+def _choose_trained(recipe: Recipe, network: RetrievalNetwork, world: World) -> None:
+    """Add the recipe's adapter to the network, and freeze the parameters that it does not train."""
+    model = recipe.model
+    if model.adapter is not None:
+        model.adapter.adapt(network, recipe.data.image_size, recipe.seed)
+        for _, parameter in trained_parameters(network):
+            parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
+    if model.freeze is not None:
+        freeze(network, model.freeze)
+    if recipe.data.is_described:
+        # No gradient reaches the parameters before the head.
+        names = [name for name, _ in network.named_parameters() if not name.startswith("head.")]
+        freeze(network, names)
+
+
 def loss_of(
     recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World
 ) -> Loss:
-    """Build the recipe's loss; if it has parameters of its own, give them the same values on all
-    ranks.
-    """
+    """Build the recipe's loss, with the same parameters on all ranks if it has any."""
     classes = None if images.index is None else torch.from_numpy(images.index.classes.numbers)
     if recipe.loss.extras:
-        taken = ", ".join(recipe.loss.extras)
         raise DistapError(
-            f"loss: it takes {taken} of each image: only Multistage, ListwiseLoss and rank give"
-            " that"
+            "loss.needs_extra",
+            f"loss: it takes {', '.join(recipe.loss.extras)} of each image: only Multistage,"
+            " ListwiseLoss and rank give that",
         )
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
@@ -237,7 +218,7 @@ def loss_of(
 
 
 def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
-    """Return the learner that trains the loss's own parameters; None for a loss without parameters.
+    """Return the learner of the loss's own parameters; None for a loss without parameters.
 
     Every rank holds the parameters and gets their whole gradient from stage two, so there is
     nothing to reduce.
@@ -254,7 +235,7 @@ def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
 def step_of(
     recipe: Recipe, learner: Learner, loss: Loss, world: World, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Build the recipe's step; graphs are kept from the second step on if `replay.keep` is auto."""
+    """Build the recipe's step, which keeps no graph in the first step if `replay.keep` is auto."""
     replica = learner.replica
     keep = recipe.keep
     if keep == "auto" and not replica.keeps_graphs:
@@ -281,32 +262,40 @@ def trained_network(
     world: World,
     best: bool = False,
     overrides: Sequence[str] = (),
-    given: nn.Module | None = None,
+    network: nn.Module | None = None,
     trusted: bool = False,
 ) -> tuple[NetworkRecipe, RetrievalNetwork]:
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
-    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone
-    reads. `given` is the network of a run that was started with one in Python; it gets the run's
-    parameters. Of a recipe, which may stand for a checkpoint, it is the network that training
-    begins with, without a projection that would be random. A record that is `trusted` may name
-    classes that are not distap's, and have files read elsewhere.
+    Rank 0 alone reads it.
+
+    Args:
+        path: a run, one of its checkpoints, or a recipe: then it is the network that training
+            begins with, without a projection that would be random.
+        overrides: changes of the recorded recipe.
+        network: the network of a run that was started with one in Python; it gets the run's
+            parameters.
+        trusted: the record may name classes that are not distap's, and have files read elsewhere.
+    Returns:
+        The part of the recipe about network and images, and the network.
     """
     if is_recipe(path):
         begun = first_on_rank_0(world, partial(load_recipe, Path(path), overrides))
         is_whole = getattr(begun.model.weights, "whole", False) and not begun.data.is_described
-        model = begun.model if is_whole else begun.model.model_copy(update={"projection": None})
-        begun = begun.model_copy(update={"model": model})
+        if not is_whole:
+            model = begun.model.model_copy(update={"projection": None})
+            begun = begun.model_copy(update={"model": model})
         return begun, network_of(begun, world)
     read: list[TrainedNetwork] = []
 
-    def read_it() -> list[Any]:
-        read.append(read_checkpoint(path, best, trusted))
-        return [read[0].settings, read[0].where, read[0].folder]
+    def read_record() -> list[Any]:
+        trained = read_checkpoint(path, best, trusted)
+        read.append(trained)
+        return [trained.settings, trained.where, trained.folder]
 
-    settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
+    settings, where, folder = on_rank_0(world, read_record)
     recipe = first_on_rank_0(
         world, partial(recorded_recipe, settings, where, folder, overrides, trusted)
     )
-    recipe = with_given(recipe, given, where)
+    recipe = with_given(recipe, network, where)
     return recipe, network_of(recipe, world, read[0] if read else None)

@@ -17,6 +17,7 @@ from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.errors import DistapError, tensor_given
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
@@ -24,11 +25,13 @@ from distap.model.network import digests_of
 from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
 from distap.registry import build_recorded
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
-from distap.training.build import describing_of, network_of, with_given
+from distap.training.build import network_of, with_given
 from distap.world import World, refuse_default_device
 
+# Tensors by file and name, and the record of the model.
+FilesAndRecord = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
-# keys of a recipe's evaluation, and of DescribedBy
+# Keys of a recipe's evaluation, which are fields of DescribedBy as well.
 DESCRIBED = ("sizing", "scales", "antialias", "dimensions")
 TIMM_KEYS = (
     "input_size",
@@ -76,18 +79,21 @@ class DescriptorNetwork(
         return self.describer.dimensions
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Describe (n, 3, height, width) pixels from 0 to 255 on one device as (n, D) of length
-        1."""
-        given = tensor_given(pixels, "pixels")
-        if given.ndim != 4 or given.shape[1] != 3:
-            told = f"pixels are {tuple(given.shape)}; expected (n, 3, height, width)"
-            raise DistapError(f"{told}; `describe` takes images of any kind")
-        descriptors: Tensor = self.network(given)
+        """Describe (n, 3, height, width) pixels from 0 to 255 as (n, D) of length 1."""
+        pixels = tensor_given(pixels, "pixels")
+        if pixels.ndim != 4 or pixels.shape[1] != 3:
+            raise DistapError(
+                "image.wrong_shape",
+                f"pixels are {tuple(pixels.shape)}; expected (n, 3, height, width); `describe`"
+                " takes images of any kind",
+            )
+        descriptors: Tensor = self.network(pixels)
         return descriptors
 
     def transform(self, image: Any) -> Tensor:
-        """Scale an image of any kind that `describe` takes to (3, height, width) uint8, for your
-        own data loader.
+        """Scale an image to (3, height, width) uint8, for your own data loader.
+
+        It may be of any kind that `describe` takes.
         """
         return self.describer.sizing(EncodedImage(image_file(image)))
 
@@ -105,37 +111,28 @@ class DescriptorNetwork(
         refuse_default_device()
         if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
             raise DistapError(
-                f"images: a {type(images).__name__}; describe takes several, so put one into a list"
+                "image.not_a_list",
+                f"images: a {type(images).__name__}; describe takes several, so put one into a"
+                " list",
             )
-        left = iter(images)
-        parts = list[Tensor]()
-        while chunk := [*islice(left, DECODED_AT_ONCE)]:
-            parts.append(self.describer.describe_pixels(map(self.transform, chunk), len(chunk)))
-        return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
+        remaining = iter(images)
+        rows = [torch.empty(0, self.dimensions)]
+        while chunk := [*islice(remaining, DECODED_AT_ONCE)]:
+            rows.append(self.describer.describe_pixels(map(self.transform, chunk), len(chunk)))
+        return torch.cat(rows)
 
     def write(self, folder: Path, changes_only: bool = False) -> None:
         """Write the network into an existing folder, from which `distap.load` reads it.
 
         With `changes_only`, write what training changed of a frozen or adapted network, and the
-        name of its base. A DistapError if the base is not known, cannot be built or is not the one
-        that was trained.
+        name of its base.
+
+        Raises:
+            DistapError: the base is not known, cannot be built, or is not the one that was trained.
         """
-        described = self.describer
-        network = self.describer.retrieval_network
-        if changes_only:
-            files, about = self._changes()
-        else:
-            state = dict(network.state_dict())
-            backbone = [name for name in state if name.startswith("backbone.")]
-            files = {
-                BACKBONE: {name.removeprefix("backbone."): state.pop(name) for name in backbone},
-                HEAD: state,
-            }
-            about = {
-                "model": self._recipe.model.model_dump(
-                    mode="json", exclude={"weights", "freeze", "adapter"}
-                )
-            }
+        describer = self.describer
+        network = describer.retrieval_network
+        files, record = self._changes() if changes_only else self._all_tensors()
         for file, tensors in files.items():
             # One copy for each name: safetensors refuses two names that share memory, as tied
             # weights do.
@@ -143,10 +140,10 @@ class DescriptorNetwork(
                 name: tensor.detach().to("cpu", copy=True).contiguous()
                 for name, tensor in tensors.items()
             }
-            # save_file lets only its owner read it
+            # Not by save_file, which lets only the owner read the file.
             (folder / file).write_bytes(save(copies, {"format": "pt"}))
-        if described.whitening is not None:
-            save_whitening(folder / WHITENING_FILE, described.whitening)
+        if describer.whitening is not None:
+            save_whitening(folder / WHITENING_FILE, describer.whitening)
         pretrained = getattr(network.backbone, "pretrained_cfg", None) or {}
         config = {
             "architecture": architecture_of(network.backbone),
@@ -155,10 +152,10 @@ class DescriptorNetwork(
             "num_features": network.features,
             "pretrained_cfg": {name: pretrained[name] for name in TIMM_KEYS if name in pretrained},
             "distap": {
-                **about,
+                **record,
                 "data": {"image_size": self._recipe.data.image_size},
-                "evaluation": {key: getattr(described.described_by, key) for key in DESCRIBED},
-                "whitened": described.whitening is not None,
+                "evaluation": {key: getattr(describer.described_by, key) for key in DESCRIBED},
+                "whitened": describer.whitening is not None,
             },
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
@@ -169,18 +166,33 @@ class DescriptorNetwork(
             # folder back shows whether the base, as it can be fetched today, and the adapters still
             # give them.
             read_again = self.from_pretrained(folder, trust=self.trusts)
-            if read_again.describer.described_by != described.described_by:
+            if read_again.describer.described_by != describer.described_by:
                 raise DistapError(
-                    "the base has changed since it was trained: export with --format safetensors"
+                    "network.changed_base",
+                    "the base has changed since it was trained: export with --format safetensors",
                 )
 
-    def _changes(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _all_tensors(self) -> FilesAndRecord:
+        """Return all tensors by file, and the record of the model."""
+        state = dict(self.describer.retrieval_network.state_dict())
+        backbone = [name for name in state if name.startswith("backbone.")]
+        files = {
+            BACKBONE: {name.removeprefix("backbone."): state.pop(name) for name in backbone},
+            HEAD: state,
+        }
+        model = self._recipe.model
+        return files, {
+            "model": model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"})
+        }
+
+    def _changes(self) -> FilesAndRecord:
         """Return the changed tensors by file, and the name and the record of the base."""
         network = self.describer.retrieval_network
-        begun = self.describer.retrieval_network.begun
+        begun = network.begun
         if begun is None:
             raise DistapError(
-                "the network's base is not known: take a run, or a folder of --format adapter"
+                "network.unknown_base",
+                "the network's base is not known: take a run, or a folder of --format adapter",
             )
         settings = {
             "model": begun,
@@ -198,11 +210,11 @@ class DescriptorNetwork(
             for name in after.keys() - merged
             if not after[name].cpu().equal(before[name])
         }
-        of_base = {name: digest for name, digest in digests_of(base).items() if name not in changed}
-        files = {CHANGED: changed} | (
-            {ADAPTERS: dict(network.adapters)} if network.adapters else {}
-        )
-        return files, {"model": begun, "base": {"timm": timm.__version__, "sha256": of_base}}
+        digests = {name: digest for name, digest in digests_of(base).items() if name not in changed}
+        files = {CHANGED: changed}
+        if network.adapters:
+            files[ADAPTERS] = dict(network.adapters)
+        return files, {"model": begun, "base": {"timm": timm.__version__, "sha256": digests}}
 
     def _save_pretrained(self, save_directory: Path) -> None:
         self.write(save_directory)

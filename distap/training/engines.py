@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from distap.training.learner import Learner
 
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
-# network, ranks, and how the network describes images
-Parts = tuple[nn.Module, World, Callable[[Any], Tensor]]
+# Describes images with the network, in the precision of the recipe.
+Describe = Callable[[Any], Tensor]
 # over the network's parameters, which FSDP has replaced by shards then
 BuildOptimizer = Callable[[], Optimizer]
 
 
 @dataclass(frozen=True)
 class DDPSettings:
-    """Data parallel: each rank holds the whole network, and gradients are all-reduced once per
-    step.
-    """
+    """Data parallel: each rank holds the whole network; one all-reduce of gradients per step."""
 
     def build(
         self,
@@ -36,41 +34,46 @@ class DDPSettings:
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
     ) -> "Learner":
-        """Return a learner for a network that is on its device, with the same parameters on every
-        rank.
-        """
-        # here and below, since a recipe is read without it
+        """Return a learner for a network that is on its device, alike on every rank."""
+        # Imported here and below, since a recipe is read without torch's distributed parts.
         from distap.stages.replica import computing_in
 
-        return self._shared(
-            (network, world, computing_in(precision, network)), build_optimizer, clip_norm
-        )
+        describe = computing_in(precision, network)
+        return self._shared(network, world, describe, build_optimizer, clip_norm)
 
     def _shared(
-        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+        self,
+        network: nn.Module,
+        world: World,
+        describe: Describe,
+        build_optimizer: BuildOptimizer,
+        clip_norm: float | None,
     ) -> "Learner":
         from distap.stages.replica import Replica
         from distap.training.learner import Learner
 
-        return Learner(Replica(*parts), build_optimizer(), clip_norm)
+        return Learner(Replica(network, world, describe), build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
 class FSDPSettings(DDPSettings):
-    """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it
-    is."""
+    """FSDP2: each rank holds a shard of every parameter; a single rank shards nothing."""
 
     def _shared(
-        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+        self,
+        network: nn.Module,
+        world: World,
+        describe: Describe,
+        build_optimizer: BuildOptimizer,
+        clip_norm: float | None,
     ) -> "Learner":
-        network, world, _ = parts
         if world.size == 1:
-            return super()._shared(parts, build_optimizer, clip_norm)
+            return super()._shared(network, world, describe, build_optimizer, clip_norm)
         from distap.stages.fsdp import FSDPReplica, shard
         from distap.training.learner import Learner
 
         shard(network, world)
-        return Learner(FSDPReplica(*parts), build_optimizer(), clip_norm)
+        return Learner(FSDPReplica(network, world, describe), build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,17 @@ class DeepSpeedSettings(DDPSettings):
     """Shard the optimiser's state (1), also gradients (2), also parameters (3) over ranks."""
 
     def _shared(
-        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+        self,
+        network: nn.Module,
+        world: World,
+        describe: Describe,
+        build_optimizer: BuildOptimizer,
+        clip_norm: float | None,
     ) -> "Learner":
         from distap.stages.deepspeed import ZeroReplica
         from distap.stages.fsdp import make_contiguous
         from distap.training.zero import ZeroLearner, check_for_zero
 
-        network, world, _ = parts
         optimizer = build_optimizer()
         check_for_zero(network, optimizer)
         make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
@@ -95,7 +102,7 @@ class DeepSpeedSettings(DDPSettings):
             parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
         )
         config = self.config(world.size, numel, clip_norm)
-        replica = ZeroReplica(*parts, optimizer=optimizer, config=config)
+        replica = ZeroReplica(network, world, describe, optimizer=optimizer, config=config)
         if world.rank == 0:
             zero = replica.engine._config.zero_config.model_dump(
                 mode="json", exclude_none=True, by_alias=True
@@ -106,9 +113,7 @@ class DeepSpeedSettings(DDPSettings):
         return ZeroLearner(replica, optimizer, clip_norm)
 
     def config(self, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration, without what the three stages and `Learner` do
-        themselves.
-        """
+        """Return DeepSpeed's configuration, with all off that the three stages and `Learner` do."""
         bucket = min(numel + numel % 2, GREATEST_BUCKET)  # all trained parameters, in one message
         return {
             "train_batch_size": ranks,

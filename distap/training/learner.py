@@ -20,8 +20,10 @@ from distap.ranking.rank import NothingToRankError
 from distap.stages.micro_batches import Batch
 from distap.stages.replica import Replica
 from distap.stages.step import ThreeStages
+from distap.training.optimizer import trained_parameters
 
 NAN = float("nan")
+Tensors = Mapping[str, Tensor]  # by name
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -42,9 +44,8 @@ class Learner:
         self.world = replica.world
         self._optimizer = optimizer
         self._clip_norm = clip_norm
-        # values of `part` in the optimiser's groups that do not move
-        self.held: Collection[str] = ()
-        # of the trained parameters, or of this rank's shards of them
+        self.held: Collection[str] = ()  # values of `part` of the groups that do not move
+        # Moving averages of the trained parameters, or of this rank's shards of them.
         self._average: dict[str, Tensor] = {}
 
     def update(self, learning_rate: float) -> float:
@@ -59,11 +60,16 @@ class Learner:
         # Without a gradient an optimiser leaves a parameter and its moments alone; with one of
         # zeros it would not.
         norm = nn.utils.get_total_norm(
-            [one.grad for one in self.network.parameters() if one.grad is not None]
+            [
+                parameter.grad
+                for parameter in self.network.parameters()
+                if parameter.grad is not None
+            ]
         )
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.network.parameters(), self._clip_norm, norm)
-        with self.world.collective("norm of the gradient"):  # under FSDP each rank has a part of it
+        # Under FSDP each rank has a part of the norm.
+        with self.world.collective("norm of the gradient"):
             length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         set_rates(self._optimizer, learning_rate)
         if length < float("inf"):  # False for NaN as well
@@ -74,19 +80,17 @@ class Learner:
         return length
 
     def keep_average(self, decay: float) -> None:
-        """Keep an exponential moving average of trained parameters from now on, with weight `decay`
-        per step.
-        """
+        """Average trained parameters from now on; each step keeps `decay` of the average."""
         self._decay = decay
-        named = self.network.named_parameters()
         self._average = {
-            name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad
+            name: parameter.detach().clone() for name, parameter in trained_parameters(self.network)
         }
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the parameters by their moving average, if one is kept; enter this before
-        `describing`.
+        """Replace the parameters by their moving average, if there is one.
+
+        Enter this before `Replica.describing`.
         """
         self._exchange()
         try:
@@ -99,9 +103,9 @@ class Learner:
         # In place: optimiser, FSDP and DeepSpeed hold on to the parameters' memory.
         self.replica.release()
         for mean, present in self._pairs():
-            kept = present.clone()
+            trained = present.clone()
             present.copy_(mean)
-            mean.copy_(kept)
+            mean.copy_(trained)
 
     def _follow(self) -> None:
         # An average of each number by itself, so that each rank averages its shards.
@@ -114,17 +118,16 @@ class Learner:
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `ema.*` and `optimizer.*`, with the same names for every
-        engine.
+        """Return tensors `network.*`, `ema.*` and `optimizer.*`, named alike for every engine.
 
-        Under FSDP they are this rank's shards, and single numbers whole and without dimensions.
+        Under FSDP they are this rank's shards, but single numbers are whole and without dimensions.
         """
         self.replica.release()
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         if self._optimizer.state:  # empty before the first update
-            optimizer: dict[str, Any] = dict(
-                get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)
+            optimizer: Mapping[str, Any] = get_optimizer_state_dict(
+                self.network, self._optimizer, options=_FLAT
             )
             for name, value in optimizer.items():
                 # The other values are settings, which come from the recipe. Some optimisers count
@@ -137,16 +140,15 @@ class Learner:
                     state[name] = tensor.full_tensor().reshape(())
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the learner from whole tensors of any engine's `state_dict`, on any number of
-        ranks.
+    def load_state_dict(self, state: Tensors) -> None:
+        """Restore the learner from whole tensors of any engine's `state_dict`.
+
+        The number of ranks may be another than when they were saved.
         """
         self.replica.release()
-        present = self.network.state_dict()
-        given: dict[str, Any] = {
-            n: like(present.get(n), t) for n, t in without_prefix("network.", state).items()
-        }
-        self.network.load_state_dict(given)
+        self.network.load_state_dict(
+            all_like(self.network.state_dict(), without_prefix("network.", state))
+        )
         self._load_average(state)
         # A checkpoint from before the first update, as when all steps were skipped, has no state of
         # the optimiser.
@@ -155,14 +157,14 @@ class Learner:
             settings: dict[str, Any] = get_optimizer_state_dict(
                 self.network, self._optimizer, options=_FLAT
             )
-            given = {name: like(settings.get(name), value) for name, value in optimizer.items()}
-            set_optimizer_state_dict(self.network, self._optimizer, settings | given, options=_FLAT)
+            settings |= all_like(settings, optimizer)
+            set_optimizer_state_dict(self.network, self._optimizer, settings, options=_FLAT)
             moved = {name.removeprefix("state.").rpartition(".")[0] for name in optimizer}
             for name, parameter in self.network.named_parameters():
-                if name not in moved:  # torch has made a state for it, which it did not have
+                if name not in moved:  # torch has made a state, which it had not when saved
                     self._optimizer.state.pop(parameter, None)
 
-    def _load_average(self, state: Mapping[str, Tensor]) -> None:
+    def _load_average(self, state: Tensors) -> None:
         """Continue the average, or start one at the parameters if there was none."""
         averages = without_prefix("ema.", state) or without_prefix("network.", state)
         for name, mean in self._average.items():
@@ -175,17 +177,19 @@ class StepResult:
 
     loss: float
     learning_rate: float
-    gradient_norm: float
-    # greatest difference between the two descriptors of an image, over all ranks
-    replay_drift: float
-    replayed: int  # images with a gradient that were described a second time
-    kept: int  # images with a gradient whose graph was kept instead
-    skipped_queries: int  # images without another image of their class
-    # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
+    gradient_norm: float = NAN
+    # Greatest difference between the two descriptors of an image, over all ranks.
+    replay_drift: float = NAN
+    # Images with a gradient: those that were described a second time, and those whose graph was
+    # kept instead.
+    replayed: int = 0
+    kept: int = 0
+    skipped_queries: int = 0  # images without another image of their class
+    # Why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite.
     skipped: str | None = None
-    # rows of this rank whose descriptor was not finite
+    # Rows of this rank whose descriptor was not finite.
     not_finite: list[int] = field(default_factory=list)
-    # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    # Mean squared distance of the batch's descriptors to their mean; 0 if all are alike.
     spread: float = NAN
 
 
@@ -201,8 +205,9 @@ class TrainingStep:
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
         """Train on one global batch; every rank calls it with its own share.
 
-        A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its
-        memory is short.
+        Raises:
+            DistapError: on all ranks, if no image has a positive or the drift is too large; on one
+                rank, if its memory is too small.
         """
         stages = self.stages
         described = stages.describe(batch)
@@ -217,35 +222,38 @@ class TrainingStep:
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
             described.buffers.restore()
-            return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, "descriptor", not_finite)
+            return StepResult(
+                loss=NAN, learning_rate=learning_rate, skipped="descriptor", not_finite=not_finite
+            )
+
         # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
-        worst = NAN
-        norm = NAN
-        replayed = 0
-        kept = 0
+        skipped: str | None = "loss"
+        norm = drift = NAN
+        replayed = with_kept_graph = 0
         if ranking.is_finite:
-            worst, replayed, kept = stages.replay(batch, described, ranking)
+            drift, replayed, with_kept_graph = stages.replay(batch, described, ranking)
             for parameter, gradient in zip(
                 stages.loss.parameters, ranking.by_parameters, strict=True
             ):
                 parameter.grad = gradient
             with stages.stage("optimizer", batch.step):
                 norm = self.learner.update(learning_rate)
-                if self.loss_learner is not None and norm < float("inf"):
+                skipped = None if norm < float("inf") else "gradient"
+                if self.loss_learner is not None and skipped is None:
                     self.loss_learner.update(learning_rate)
         else:
             described.buffers.restore()  # a step that is skipped moves no statistics either
-        skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
-        counts = replayed, kept, ranking.skipped_queries
         return StepResult(
-            float(ranking.loss),
-            learning_rate,
-            norm,
-            worst,
-            *counts,
-            skipped,
-            not_finite,
-            ranking.spread,
+            loss=float(ranking.loss),
+            learning_rate=learning_rate,
+            gradient_norm=norm,
+            replay_drift=drift,
+            replayed=replayed,
+            kept=with_kept_graph,
+            skipped_queries=ranking.skipped_queries,
+            skipped=skipped,
+            not_finite=not_finite,
+            spread=ranking.spread,
         )
 
 
@@ -255,7 +263,7 @@ def set_rates(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group.get("factor", 1.0)
 
 
-def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_prefix(prefix: str, state: Tensors) -> dict[str, Tensor]:
     """Return entries whose name starts with `prefix`, named without it."""
     return {
         name.removeprefix(prefix): tensor
@@ -269,19 +277,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(present: Any, given: Tensor) -> Any:
-    """Return this rank's shard of a whole tensor if `present` is sharded, or a number if `present`
-    is one.
-    """
+def all_like(present: Mapping[str, Any], loaded: Tensors) -> dict[str, Any]:
+    """Return `like(present, tensor)` for all loaded tensors, by name."""
+    return {name: like(present.get(name), tensor) for name, tensor in loaded.items()}
+
+
+def like(present: Any, loaded: Tensor) -> Any:
+    """Convert a whole tensor to the kind of `present`: a number, or this rank's shard."""
     if isinstance(present, int):
-        return int(given)
-    # FSDP and DeepSpeed hold a single number as a vector
-    if given.numel() == 1 and isinstance(present, Tensor):
-        given = given.reshape(present.shape)
+        return int(loaded)
+    # FSDP and DeepSpeed hold a single number as a vector.
+    if loaded.numel() == 1 and isinstance(present, Tensor):
+        loaded = loaded.reshape(present.shape)
     if not isinstance(present, DTensor):
-        return given
+        return loaded
     # Every rank has read the whole tensor and cuts its shard out of that; without None, rank 0
     # would send them all.
     return distribute_tensor(
-        given.to(present.device), present.device_mesh, present.placements, src_data_rank=None
+        loaded.to(present.device), present.device_mesh, present.placements, src_data_rank=None
     )

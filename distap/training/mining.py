@@ -17,7 +17,7 @@ from distap.retrieval.row_blocks import installed_faiss, nearest
 
 
 class NearestClasses:
-    """The table of nearest classes by descriptors of an earlier step, a part of the state of a run.
+    """The table of nearest classes by descriptors of an earlier step; part of a run's state.
 
     With it a batch is still a function of data set, seed, step and this table, on any number of
     ranks and after a restart. Each rank holds all descriptors while it is made.
@@ -29,9 +29,7 @@ class NearestClasses:
         self._near = sampling.near
 
     def renew(self, describing: Describing) -> None:
-        """Describe all training images, and compare the mean descriptors of their classes; all
-        ranks call this.
-        """
+        """Describe all training images, and compare the means of their classes, on all ranks."""
         started = time.perf_counter()
         classes = self.images.plan.classes
         samples, descriptors, _ = extract_descriptors(Extraction(describing, self.images.read_from))
@@ -39,10 +37,10 @@ class NearestClasses:
         sums.index_add_(0, torch.from_numpy(classes.labels[samples]), torch.from_numpy(descriptors))
         usable = torch.from_numpy(classes.with_pairs)
         means = normalize(sums[usable])
-        found = nearest(means, means, self._near - 1, exclude_self=True)[1]
-        # a class itself comes first
-        table = torch.arange(classes.count)[:, None].repeat(1, 1 + found.shape[1])
-        table[usable, 1:] = usable[torch.from_numpy(found)]
+        neighbours = nearest(means, means, self._near - 1, exclude_self=True)[1]
+        # Each class itself comes first.
+        table = torch.arange(classes.count)[:, None].repeat(1, 1 + neighbours.shape[1])
+        table[usable, 1:] = usable[torch.from_numpy(neighbours)]
         # A sum may differ in its last bit between hosts, so rank 0's table counts.
         self._use(describing.world.broadcast(table.to(describing.world.device)).cpu())
         logger.info("mined classes near each other in %.1f s", time.perf_counter() - started)
@@ -50,8 +48,8 @@ class NearestClasses:
     def _use(self, table: Tensor) -> None:
         # Batches that were drawn are cached by plan and classes, so both must be new objects.
         plan = self.images.plan
-        of = self.images.plan.classes
-        self.images.plan = replace(plan, classes=Classes(of.labels, of.levels, table.numpy()))
+        classes = Classes(plan.classes.labels, plan.classes.levels, table.numpy())
+        self.images.plan = replace(plan, classes=classes)
 
     def state_dict(self) -> dict[str, Tensor]:
         table = self.images.plan.classes.nearest

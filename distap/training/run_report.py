@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import yaml
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
-from distap.data.images.decoding import REASONS
-from distap.data.loading.share import ShareOfBatch, TrainingImages
+from distap.data.images.damage import REASONS
+from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
-from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry import runlog
@@ -26,161 +25,85 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.terminal import origin, progress
 from distap.training.learner import StepResult
+from distap.training.run_state import Figures
 from distap.training.schedule import Length
-from distap.world import DRIVER, World, without_gpu
+from distap.world import World
 
-COLLAPSED_STEPS = 5  # with a spread below COLLAPSED, after which it is told
-# of a step and of the metrics
-STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"
-NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
+COLLAPSED_STEPS = 5  # in a row with a spread below COLLAPSED, after which a warning is logged
+# Fields of a StepResult that are logged and are metrics.
+STEP_FIGURES = ("loss", "learning_rate", "gradient_norm", "spread", "replay_drift")
+NAMED_IMAGES = 10  # images of a step that are named if their descriptors are not finite
 
 
 class RunReport:
-    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's
-    files.
+    """Report one rank's training; rank 0 writes the files of the run's folder.
+
+    `batch` is the number of images of a global batch.
     """
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
         self.recipe = recipe
         self.world = world
         self.batch = batch
+        self.endpoint = endpoint
         self.metrics = TrainingMetrics(
             world.rank == 0, REASONS, endpoint.registry, world.device.type
         )
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
-        self.steps = recipe.steps or 1  # `begins` knows better
+        self.steps = recipe.steps or 1  # until `plan`, which counts those of epochs
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
-        # by all ranks since this process started; an image that is met twice counts twice
+        # Damaged images of all ranks since this process started; one met twice counts twice.
         self.skipped_images = 0
         self._collapsed = 0  # steps in a row whose descriptors were all alike
-        self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
-        self.loggers = {name_of("logger", one): one for one in recipe.loggers}
-        # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+        self._outlets: list[Callable[[dict[str, Any]], None]] = []  # of rank 0: its log, loggers
+        self.loggers = {name_of("logger", chosen): chosen for chosen in recipe.loggers}
+        # Rank 0 alone needs them, but all ranks leave alike, so that no host starts again.
         if self.loggers:
-            on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
+            on_rank_0(world, partial(runlog.prepare_loggers, self.loggers))
 
-    def begins(
-        self,
-        step: int | None,
-        length: Length,
-        images: TrainingImages,
-        network: RetrievalNetwork,
-        sets: list[str],
-    ) -> None:
-        """Report what will be trained, from `step` on; None takes the step of the newest
-        checkpoint.
-        """
-        recipe = self.recipe
-        index = images.index
-        every = self.recipe.evaluation.every
+    def plan(self, length: Length) -> None:
+        """Take over how many steps the training has, and how often it writes a checkpoint."""
+        section = self.recipe.checkpoint
         self.steps = length.steps
         self.metrics.planned_steps.set(self.steps)
-        self.metrics.checkpoint_interval.set(
-            length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit)
-        )
-        held = (
-            "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
-        )
-        for share, size in recipe.data.sizes if recipe.data.image_sizes else ():
-            held += f", {size} px from step {round(share * self.steps) + 1:,} on"
-        when = (
-            "before the first step and " if recipe.evaluation.at_start and step == 0 else ""
-        ) + "after the last"
-        when += f", and every {every} {recipe.evaluation.unit}" if every else ""
-        unset = (
-            "data.validation is not set"
-            if recipe.data.validation is None
-            else "evaluation.every is 0"
-        )
-        begin = (
-            "from its newest checkpoint"
-            if step is None
-            else f"from step {step}"
-            if step
-            else "from the start"
-        )
-        parameters = sum(
-            parameter.numel() for parameter in network.parameters() if parameter.requires_grad
-        )
-        epoch = float(length.epoch)
-        batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
-        if epoch:
-            batch += (
-                f"; an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
-            )
-        batch += f"{'' if epoch else '; '}{self.steps:,} steps"
-        device = self.world.device
-        for what, told in (
-            ("data", f"{recipe.data.train}{held}"),
-            ("evaluation", f"{', '.join(sets)}, {when}" if sets else f"none, since {unset}"),
-            (
-                "network",
-                (
-                    f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions}"
-                    " dimensions"
-                ),
-            ),
-            (
-                "device",
-                f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device),
-            ),
-            ("batch", batch),
-            ("run", f"{recipe.run}, {begin}"),
-        ):
-            logger.info("%-10s  %s", what, told)
-        if length.warmup > self.steps:
-            told = (
-                "schedule.warmup is longer than the training: the rate reaches %.2g of"
-                " optimizer.learning_rate"
-            )
-            logger.warning(told, self.steps / length.warmup)
-        has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
-        if device.type == "cpu" and recipe.device == "auto" and has_driver:
-            logger.warning(
-                "%s, so it trains on the CPU; device=cuda would refuse that", without_gpu()
-            )
+        self.metrics.checkpoint_interval.set(length.in_steps(section.every, section.unit))
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
         """Open the log and the loggers of a run that continues from `step`."""
-        recipe = self.recipe
         is_first = self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
         origin.step = step
         with ExitStack() as stack:
             if is_first:
-                try:
-                    recipe.run.mkdir(parents=True, exist_ok=True)
-                    (recipe.run / "recipe.yaml").write_text(
-                        yaml.safe_dump(recipe.model_dump(mode="json"))
-                    )
-                    runlog.cut_run_log(recipe.run, step)
-                    device = self.world.device
-                    name = (
-                        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-                    )
-                    runlog.log_start(
-                        recipe.run, step, ranks=self.world.size, steps=self.steps, device=name
-                    )
-                except OSError as error:
-                    raise DistapError(
-                        f"run: {recipe.run}: the folder cannot be written to: {error}"
-                    ) from error
-                self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
-                if self.loggers:
-                    run = runlog.LoggedRun(
-                        recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step
-                    )
-                    self._outlets.append(
-                        stack.enter_context(runlog.opened_loggers(self.loggers, run))
-                    )
+                self._open_outlets(step, stack)
             self._show = stack.enter_context(
                 progress("step", self.steps, step, is_first, seconds=0)
             )
             yield
+
+    def _open_outlets(self, step: int, stack: ExitStack) -> None:
+        """Write the recipe into the run's folder; open its log and, until `stack` ends, loggers."""
+        recipe = self.recipe
+        settings = recipe.model_dump(mode="json")
+        device = self.world.device
+        try:
+            recipe.run.mkdir(parents=True, exist_ok=True)
+            (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(settings))
+            runlog.cut_run_log(recipe.run, step)
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            runlog.log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
+        except OSError as error:
+            raise DistapError(
+                "run.not_writable", f"run: {recipe.run}: the folder cannot be written to: {error}"
+            ) from error
+        self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
+        if self.loggers:
+            run = runlog.LoggedRun(recipe.run, recipe.run_id, settings, step)
+            self._outlets.append(stack.enter_context(runlog.opened_loggers(self.loggers, run)))
 
     def step(
         self,
@@ -191,30 +114,22 @@ class RunReport:
         seconds: float,
     ) -> None:
         """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
-        count = len(result.not_finite)
-        if count:
-            named = ", ".join(share.names[row] for row in result.not_finite[:NAMED_IMAGES])
+        if result.not_finite:
             logger.warning(
                 "step %d: %d descriptors are not finite; their images are left out: %s",
                 step,
-                count,
-                named,
+                len(result.not_finite),
+                ", ".join(share.names[row] for row in result.not_finite[:NAMED_IMAGES]),
             )
         self._warn_if_collapsed(step, result)
-        network = stopwatch.seconds.pop("network")
-        parts = dict(stopwatch.seconds)
+        network = stopwatch.seconds.pop("network")  # within other stages
+        other = seconds - sum(stopwatch.seconds.values())
+        times = {**stopwatch.seconds, "other": other, "step": seconds, "network": network}
         stopwatch.seconds.clear()
-        times = {
-            **parts,
-            "other": seconds - sum(parts.values()),
-            "step": seconds,
-            "network": network,
-        }
-        figures = {name: getattr(result, name) for name in STEP_FIGURES}
-        figures["batch_mAP"] = (
-            1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan
-        )
-        figures |= {
+        is_ap = getattr(self.recipe.loss, "is_ap", False)
+        figures = {
+            **{name: getattr(result, name) for name in STEP_FIGURES},
+            "batch_mAP": 1 - result.loss if is_ap else math.nan,
             "replayed_share": result.replayed / self.batch,
             "kept_share": result.kept / self.batch,
         }
@@ -232,12 +147,16 @@ class RunReport:
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
         )
-        told = f"loss {result.loss:.4f}  {speed:.3g} images/s"
-        self._show(step, told, loss=result.loss, images_per_second=speed)
+        self._show(
+            step,
+            f"loss {result.loss:.4f}  {speed:.3g} images/s",
+            loss=result.loss,
+            images_per_second=speed,
+        )
 
     def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
-        # From descriptors that are all alike no ranking can be learnt, and nothing else would tell
-        # of it. A few steps may be so by chance; it is said once.
+        # From descriptors that are all alike no ranking can be learnt, and nothing else would show
+        # it. A few steps may be so by chance; the warning comes once.
         self._collapsed = self._collapsed + 1 if result.spread < COLLAPSED else 0
         if self._collapsed == COLLAPSED_STEPS:
             logger.warning(
@@ -261,54 +180,58 @@ class RunReport:
         self.metrics.read_bytes.inc(share.traffic["read_bytes"])
         self.metrics.read_retries.inc(share.traffic["retries"])
 
-    def checkpoint(self, written: Written | None) -> None:
-        if written is None or self.world.rank != 0:
+    def checkpoint(self, written: Written) -> None:
+        """Report a checkpoint that was written, or could not be."""
+        if self.world.rank != 0:
             return
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
-            told = (
-                "%s: the checkpoint cannot be written: %s; the one before, if any, stays the newest"
+            logger.error(
+                "%s: the checkpoint cannot be written: %s; the one before, if any, stays the"
+                " newest",
+                written.where,
+                written.error,
             )
-            logger.error(told, written.where, written.error)
             return
         self.metrics.checkpoint_step.set(written.step)
         self.metrics.stage_seconds.labels("checkpoint").observe(written.blocked_seconds)
         self.metrics.checkpoint_seconds.observe(written.seconds)
         self.metrics.checkpoint_bytes.set(written.bytes)
         self.metrics.checkpoint_time.set_to_current_time()
-        blocked = {"checkpoint": written.blocked_seconds}
         self._write(
-            written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes
+            written.step,
+            seconds={"checkpoint": written.blocked_seconds},
+            writing_seconds=written.seconds,
+            bytes=written.bytes,
         )
 
     def evaluation(
         self,
         step: int,
         evaluated: dict[str, Evaluation],
-        figures: dict[str, dict[str, float]],
+        figures: Figures,
         seconds: float,
     ) -> None:
-        """Report an evaluation after a step, by data set, the validation set first; keep that for a
-        page.
+        """Report an evaluation after a step, by data set, the validation set first.
 
-        Training continues if the disk is full.
+        Keep that of the validation set for a page. Training continues if the disk is full.
         """
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
-        for name, of_set in figures.items():
-            for figure, value in of_set.items():
+        for name, values in figures.items():
+            for figure, value in values.items():
                 self.metrics.evaluation.labels(name, figure).set(value)
-            shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
+            shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in values.items())
             logger.info("step %d: %s %s", step, name, shown)
-        first, *others = figures
-        also = {"also": {name: figures[name] for name in others}} if others else {}
+        first, *further = figures
+        also = {"also": {name: figures[name] for name in further}} if further else {}
         self._write(step, validation=figures[first], **also, seconds={"evaluation": seconds})
         run = self.recipe.run
         try:
             if self.world.rank == 0:
                 evaluated[first].save(folder_of_step(run, step), network=str(run), step=step)
-                # a report compares the first with the newest
-                for other in {*saved_steps(run)[1:]} - {step}:
-                    shutil.rmtree(folder_of_step(run, other), ignore_errors=True)
+                # A report compares the first with the newest.
+                for earlier in {*saved_steps(run)[1:]} - {step}:
+                    shutil.rmtree(folder_of_step(run, earlier), ignore_errors=True)
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 

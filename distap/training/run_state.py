@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 import distap
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_all, on_rank_0
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
@@ -30,26 +30,31 @@ from distap.world import World
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 Figures = dict[str, dict[str, float]]  # by data set, the validation set first
-# of `optimizer`; its state does not depend on them
+# Keys of `optimizer` on which its state does not depend.
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")
-# of a recipe; data are compared apart
-HOSTS_OWN: dict[str, Any] = {"run": True, "logs": True, "metrics": True}
-HOSTS_OWN["data"] = {"train", "validation", "gallery", "workers", "prefetch", "pixels"}
+# Settings that hosts may give differently; whether they have the same data is compared apart.
+HOSTS_OWN: dict[str, Any] = {
+    **dict.fromkeys(("run", "logs", "metrics"), True),
+    "data": {"train", "validation", "gallery", "workers", "prefetch", "pixels"},
+}
 
 
 def require_same(recipe: Recipe, world: World) -> None:
-    """Raise a DistapError on all ranks if one has another recipe, but for what is a host's own, or
-    another distap.
-    """
+    """Raise a DistapError on all ranks if one has another distap or recipe, but for HOSTS_OWN."""
     settings = {"distap": distap.__version__, **recipe.model_dump(mode="json", exclude=HOSTS_OWN)}
     of_rank_0 = world.gather_values(settings)[0]
-    others = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
-    world.agreed(others and f"not what rank 0 trains: {others}; start all hosts alike", (), None)
+    differences = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
+    problem = None
+    if differences:
+        problem = DistapError(
+            "ranks.other_recipe", f"not what rank 0 trains: {differences}; start all hosts alike"
+        )
+    world.agreed(problem, (), None)
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
-    """Tell whether the run has a checkpoint to resume from."""
-    return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
+    """Return whether the run has a checkpoint to resume from."""
+    return bool(on_rank_0(world, Checkpoints(_storage_of(recipe)).names))
 
 
 def score_of(figures: Figures) -> float:
@@ -63,9 +68,7 @@ def _storage_of(recipe: Recipe) -> Storage:
 
 
 class RunState:
-    """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a
-    store.
-    """
+    """State of a training on one rank: in memory, and in checkpoints on disk or in a store."""
 
     def __init__(
         self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep
@@ -77,11 +80,11 @@ class RunState:
         self.nearest: NearestClasses | None = None
         if isinstance(images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
             self.nearest = NearestClasses(images, recipe.sampling)
-        # Other parts that have a state, by the prefix of the names of their tensors.
-        parts = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": self.nearest}
-        self._parts = {name: part for name, part in parts.items() if part is not None}
+        # Objects with a state next to the learner, by the prefix of the names of their tensors.
+        holders = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": self.nearest}
+        self._holders = {prefix: holder for prefix, holder in holders.items() if holder is not None}
         self._settings = recipe.model_dump(mode="json")
-        # validation mAP of the checkpoint that the run goes on from
+        # Validation mAP of the checkpoint that the run goes on from.
         self.score: float | None = None
         section = recipe.checkpoint
         storage = _storage_of(recipe)
@@ -98,12 +101,12 @@ class RunState:
     def leased(self) -> Iterator[None]:
         """Keep other trainings out of the run's folder and store.
 
-        Raises a DistapError if one is there, or the ranks do not share the place of the
-        checkpoints.
+        Raises:
+            DistapError: one is there, or the ranks do not share the place of the checkpoints.
         """
         is_first = self.world.rank == 0
         try:
-            training = on_all(self.world, self.lease.take, mine=is_first)[0]
+            training = on_rank_0(self.world, self.lease.take)
             on_all(self.world, lambda: self.lease.require_seen(training))
             yield
         finally:
@@ -112,53 +115,50 @@ class RunState:
 
     def resume(self) -> int:
         """Load the newest undamaged checkpoint, if any; return its number of steps."""
-        with newest_checkpoint(self.checkpoints, self._spool, self.world) as found:
-            if found is None:
+        with newest_checkpoint(self.checkpoints, self._spool, self.world) as checkpoint:
+            if checkpoint is None:
                 return 0
-            self._take_over(found)
+            self._take_over(checkpoint)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is
             # better.
-            on_all(self.world, self.beside.fetch, mine=self.world.rank == 0)
-            score = on_all(
-                self.world, lambda: self.checkpoints.best()[0], mine=self.world.rank == 0
-            )[0]
+            on_rank_0(self.world, self.beside.fetch)
+            score = on_rank_0(self.world, lambda: self.checkpoints.best()[0])
             self.writer.best = float("-inf") if score is None else score
-        return found.step
+        return checkpoint.step
 
     def save(self, step: int, figures: Figures | None = None) -> None:
-        """Start to write a checkpoint, with figures of its evaluation, once the one before is
-        written.
+        """Start to write a checkpoint, once the one before is written.
 
-        A DistapError on all ranks if the state is not finite, for no training could go on from it.
+        Args:
+            figures: of the evaluation after this step, if there was one.
+        Raises:
+            DistapError: on all ranks, if the state is not finite, for no training could go on from
+                it.
         """
-        recipe = self._settings
-        parts = {
-            f"{part}.{name}": t
-            for part, of in self._parts.items()
-            for name, t in of.state_dict().items()
-        }
-        tensors = self.learner.state_dict() | parts
+        tensors = self.learner.state_dict()
+        for prefix, holder in self._holders.items():
+            tensors |= {f"{prefix}.{name}": each for name, each in holder.state_dict().items()}
         lost = [
             name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())
         ]
         if not self.world.all_agree(not lost):
             self.writer.wait()  # for the one before, which stays
             raise DistapError(
+                "checkpoint.not_finite",
                 f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite,"
                 " so no checkpoint is written; the newest one before it stays. Usual causes:"
-                f" {CAUSES}"
+                f" {CAUSES}",
             )
-        # The folder is the one that the recipe's paths are relative to.
         state: dict[str, Any] = {
             "step": step,
-            "recipe": recipe,
-            "folder": str(Path.cwd()),
+            "recipe": self._settings,
+            "folder": str(Path.cwd()),  # that the recipe's paths are relative to
             "figures": figures or {},
         }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
-        about = {"data": self.images.fingerprint, "order": self.images.order}
-        self.writer.save(step, tensors, state, about, score_of(figures) if figures else None)
+        identity = {"data": self.images.fingerprint, "order": self.images.order}
+        self.writer.save(step, tensors, state, identity, score_of(figures) if figures else None)
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
@@ -166,31 +166,35 @@ class RunState:
         changed = _differences(before, _identity(self._settings, self.images.fingerprint))
         if changed:
             raise DistapError(
+                "run.other_recipe",
                 f"{checkpoint.where}: the run was started with another recipe; choose another run"
-                " folder, or go back to it:\n" + "\n".join(f"  {line}" for line in changed)
+                " folder, or go back to it:\n" + "\n".join(f"  {line}" for line in changed),
             )
         order = checkpoint.manifest.about.get("order")
         if order != self.images.order:
             raise DistapError(
+                "run.other_plan",
                 f"{checkpoint.where}: the run draws batches by version {order} of the plan, and"
                 f" this distap by version {self.images.order}: finish it with the distap that began"
                 " it; or start a new run from its weights, with model.weights={name: run, path: "
-                + f"{self.recipe.run}}}"
+                + f"{self.recipe.run}}}",
             )
-        # Small parts first: a memory or a loss of another kind is told before parameters are
+        # The learner comes last: a memory or a loss of another kind is found before parameters are
         # replaced.
         tensors = checkpoint.tensors()
         try:
-            for part, of in self._parts.items():
-                of.load_state_dict(without_prefix(f"{part}.", tensors))
+            for prefix, holder in self._holders.items():
+                holder.load_state_dict(without_prefix(f"{prefix}.", tensors))
             self.learner.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
             # Torch names the tensors that are missing, unexpected or of another shape, a line for
             # each kind.
             lines = [shorten(line, 200) for line in str(error).splitlines()[:6]]
-            remedy = "choose another run folder, or go back to the network that the run began with"
-            problem = f"it is of another network or loss: {' '.join(lines)}"
-            raise DistapError(f"{checkpoint.where}: {problem}; {remedy}") from error
+            raise DistapError(
+                "run.other_network",
+                f"{checkpoint.where}: it is of another network or loss: {' '.join(lines)}; choose"
+                " another run folder, or go back to the network that the run began with",
+            ) from error
         self.score = checkpoint.manifest.score
         for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
@@ -211,19 +215,20 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], told: str = "{}: was {}, is {}"
+    before: Mapping[str, Any], now: Mapping[str, Any], line: str = "{}: was {}, is {}"
 ) -> list[str]:
-    """Return the settings that differ from those of `now`, each `told` by key and both values."""
-    was, has = (
-        dict(by_path({name: of[name] for name in now if name in of}, ".")) for of in (before, now)
-    )
-    changed = [key for key in was | has if was.get(key, "unset") != has.get(key, "unset")]
+    """Return a line for each setting of `now` that differs, with its key and both values."""
+    old = dict(by_path({name: before[name] for name in now if name in before}, "."))
+    new = dict(by_path(now, "."))
+    changed = {
+        key: (old.get(key, "unset"), new.get(key, "unset"))
+        for key in old | new
+        if old.get(key, "unset") != new.get(key, "unset")
+    }
     return [
-        told.format(key, _shown(was.get(key, "unset")), _shown(has.get(key, "unset")))
-        for key in changed
+        line.format(
+            key, *(value if isinstance(value, str) else json.dumps(value) for value in values)
+        )
+        for key, values in changed.items()
         if not any(other.startswith(f"{key}.") for other in changed)  # a null that became a section
     ]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -16,9 +16,7 @@ from distap.errors import DistapError
 
 
 def as_written(number: float) -> Fraction:
-    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth, not the nearest
-    float.
-    """
+    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth."""
     return Fraction(str(number))
 
 
@@ -54,10 +52,11 @@ class RateSchedule:
             )
 
     def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
-        """Return the factor on the learning rate in a step, counted from 0, of a training of
-        `steps`.
+        """Return the factor on the learning rate in a step of a training of `steps` steps.
 
-        An epoch is `epoch` steps; give it to a schedule in epochs only.
+        Args:
+            step: counted from 0.
+            epoch: number of steps in an epoch; give it to a schedule in epochs only.
         """
         warmup = as_written(self.warmup)
         if step < warmup * epoch:
@@ -90,7 +89,8 @@ class Length:
         units = (self._unit, recipe.checkpoint.unit, recipe.evaluation.unit)
         if self.images is None and (recipe.epochs or "epochs" in units):
             raise DistapError(
-                f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps"
+                "data.no_epochs",
+                f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps",
             )
 
     @property
@@ -127,12 +127,13 @@ class Length:
         return as_written(number) * (self.epoch if unit == "epochs" else 1)
 
     def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
-        """Tell whether a checkpoint or evaluation is due after `done` steps; one is due at the end,
-        unless never.
+        """Return whether a checkpoint or evaluation is due after `done` steps.
+
+        One is due after the last step, unless `section.every` is 0.
         """
         if section.every == 0 or done == self.steps:
             return section.every != 0
         # Fractions, since an epoch need not be a whole number of steps: due is the first step at or
         # after each multiple.
-        every = self.in_steps(section.every or 0, section.unit)
-        return every > 0 and done // every > (done - 1) // every
+        interval = self.in_steps(section.every or 0, section.unit)
+        return interval > 0 and done // interval > (done - 1) // interval

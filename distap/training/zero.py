@@ -1,6 +1,7 @@
 """ZeRO's learner: DeepSpeed updates the parameters and holds the optimiser's state."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,12 @@ from torch.optim import Optimizer
 
 from distap.errors import DistapError
 from distap.stages.deepspeed import ZeroReplica
-from distap.training.learner import Learner, like, set_rates, without_prefix
+from distap.training.learner import Learner, Tensors, all_like, set_rates, without_prefix
 
-# Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of
-# many tensors.
+# Optimisers whose steps depend on the norm or the shape of a whole tensor, while ZeRO gives them
+# flat slices of many tensors.
 WHOLE_TENSORS = ("Lamb", "Lars", "Adafactor")
 PREFIX = "optimizer.state."
-Named = Mapping[str, Tensor]
 
 
 class ZeroLearner(Learner):
@@ -45,9 +45,12 @@ class ZeroLearner(Learner):
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         with self.world.collective("gathering of the optimizer's state"):
             state |= zero_state(self.replica.zero, self.replica.trained)
-        return {name: one.reshape(()) if one.numel() == 1 else one for name, one in state.items()}
+        return {
+            name: tensor.reshape(()) if tensor.numel() == 1 else tensor
+            for name, tensor in state.items()
+        }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         with self.world.collective("distribution of the parameters"):
             load_zero_state(self.replica.zero, self.network, self.replica.trained, state)
         self._load_average(state)
@@ -58,19 +61,22 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
     for name, parameter in network.named_parameters():
         if parameter.dtype != torch.float32:
             raise DistapError(
-                f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters"
+                "engine.wrong_precision",
+                f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters",
             )
     if type(optimizer).__name__ in WHOLE_TENSORS:
         raise DistapError(
+            "engine.needs_whole_tensors",
             "the deepspeed engine gives the optimiser slices of the parameters, but"
             f" {type(optimizer).__name__} needs whole ones; choose another optimizer.name, or the"
-            " engine ddp or fsdp"
+            " engine ddp or fsdp",
         )
 
 
-def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
-    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters; call it on all ranks
-    together.
+def zero_state(zero: Any, trained: Tensors) -> dict[str, Tensor]:
+    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters.
+
+    Call it on all ranks together.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -90,7 +96,7 @@ def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
     }
 
 
-def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named) -> None:
+def load_zero_state(zero: Any, network: nn.Module, trained: Tensors, state: Tensors) -> None:
     """Load whole tensors of any engine's `state_dict`; call it on all ranks together.
 
     If they hold no state of the optimiser, it stays as it is.
@@ -100,37 +106,49 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
     shared = [parameter for parameter in network.parameters() if hasattr(parameter, "ds_id")]
     # Stage 3 takes the values of rank 0; the other stages have nothing to gather.
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
-        tensors = without_prefix("network.", state)
-        present = network.state_dict()
-        network.load_state_dict(
-            {name: like(present.get(name), tensor) for name, tensor in tensors.items()}
-        )
+        network.load_state_dict(all_like(network.state_dict(), without_prefix("network.", state)))
     # ZeRO moves a float32 copy of each parameter and then overwrites the parameter with it, so load
     # into both.
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
-    moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor
-    for of_parameter, tensor in without_prefix(PREFIX, state).items():
-        name, _, key = of_parameter.rpartition(".")
+
+    moments = defaultdict[str, dict[str, Tensor]](dict)  # key -> name of a parameter -> tensor
+    for path, tensor in without_prefix(PREFIX, state).items():
+        name, _, key = path.rpartition(".")
         if name in trained:
-            moments.setdefault(key, {})[name] = tensor
+            moments[key][name] = tensor
+    if moments:
+        if shared:  # stage 3
+            slices = zero.fp32_partitioned_groups_flat
+        else:
+            slices = zero.single_partition_of_fp32_groups
+        _load_moments(zero, trained, moments, slices)
+
+
+def _load_moments(
+    zero: Any, trained: Tensors, moments: Mapping[str, Tensors], slices: Sequence[Tensor]
+) -> None:
+    """Load the optimiser's state: whole tensors by key and parameter.
+
+    `slices` are this rank's flat slices of the parameters, one for each group, which the state is
+    kept by.
+    """
     by_parameter = {
-        key for key, values in moments.items() if any(value.ndim for value in values.values())
+        key: tensors
+        for key, tensors in moments.items()
+        if any(tensor.ndim for tensor in tensors.values())
     }
-    for flat in (
-        zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups
-    ):
+    for flat in slices:
         entry = zero.optimizer.state[flat]
-        for key, values in moments.items():
+        for key, tensors in moments.items():
             if key not in by_parameter:  # the number of steps, the same for all
-                entry[key] = next(iter(values.values())).detach().clone()
+                entry[key] = next(iter(tensors.values())).detach().clone()
             elif key not in entry:
                 entry[key] = torch.zeros_like(flat)
-    if moments:
-        _link(zero)
-    for key in by_parameter:
-        for name, value in moments[key].items():
-            _set(trained[name], value, key)
+    _link(zero)
+    for key, tensors in by_parameter.items():
+        for name, tensor in tensors.items():
+            _set(trained[name], tensor, key)
 
 
 def _link(zero: Any) -> None:
@@ -142,8 +160,9 @@ def _link(zero: Any) -> None:
 
 
 def _set(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Fill this rank's part of a parameter's float32 copy, or of its state `key`, from the whole
-    tensor.
+    """Fill this rank's part of a parameter's float32 copy, or of its state `key`.
+
+    `value` is the whole tensor.
     """
     from deepspeed import utils
 
@@ -151,9 +170,9 @@ def _set(parameter: Any, value: Tensor, key: str | None) -> None:
     kind = "local" if hasattr(parameter, "ds_id") else "full"
     if kind == "local":  # stage 3 holds slices of the same size, the last one padded
         size = parameter.ds_tensor.numel()
-        rank = parameter.ds_process_group.rank()
-        mine = value.flatten()[rank * size : (rank + 1) * size]
-        value = torch.cat([mine, mine.new_zeros(size - len(mine))])
+        start = parameter.ds_process_group.rank() * size
+        shard = value.flatten()[start : start + size]
+        value = torch.cat([shard, shard.new_zeros(size - len(shard))])
     if key is None:
         getattr(utils, f"safe_set_{kind}_fp32_param")(parameter, value)
     else:

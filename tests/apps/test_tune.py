@@ -4,7 +4,7 @@ space.
 
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import closing, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -95,6 +95,14 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert "distap: tuning of " in page and page.count("<tr>") > 1
 
 
+@contextmanager
+def trials_worth(value):
+    """Give each trial a value by its parameters, in place of training it."""
+    with patch.object(Tuning, "train", autospec=True) as train:
+        train.side_effect = lambda search, trial, _: search.study.tell(trial, value(trial.params))
+        yield train
+
+
 def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, monkeypatch):
     search = [
         "tune",
@@ -109,13 +117,15 @@ def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, m
         "9",
     ]
     (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
-    assert distap(monkeypatch, *search) == 0
-    assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
+    with trials_worth(lambda values: 1 - len(values)) as train:
+        assert distap(monkeypatch, *search) == 0
+    tried = [call.args[1].params.get("loss") for call in train.call_args_list]
+    assert tried[0] is None  # as it was, and each value
+    assert sorted(tried[1:]) == ["multi_similarity", "smooth_ap"]
     (folder / "space.yaml").write_text(
         "{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}"
     )
-    with patch.object(Tuning, "train", autospec=True) as train:
-        train.side_effect = lambda search, trial, _: search.study.tell(trial, len(trial.params))
+    with trials_worth(len) as train:
         assert distap(monkeypatch, *search) == 0
     base, first, best, *others = (call.args[1].params for call in train.call_args_list)
     assert (base, len(first), len(best), len(others)) == (
@@ -141,20 +151,9 @@ def test_few_classes_are_refused(folder, monkeypatch, capfd):
 
 
 def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
-    assert (
-        distap(
-            monkeypatch,
-            "tune",
-            "recipe.yaml",
-            "--minutes",
-            "0.01",
-            "--share",
-            "0.1",
-            "--output",
-            "tuned",
-        )
-        == 0
-    )
+    search = ["tune", "recipe.yaml", "--share", "0.1", "--minutes", "0.01", "--output", "tuned"]
+    with trials_worth(lambda values: 1 - len(values)):
+        assert distap(monkeypatch, *search) == 0
     space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
     assert {"name": "p_by_k", "classes": 16, "images": 2} in space[

@@ -3,7 +3,7 @@ import socket
 import pytest
 from ranks import RankFailedError, on_ranks
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.checkpoint.lease import Lease
 from distap.errors import MISTAKE, DistapError
 from distap.storage import remotes
@@ -14,7 +14,7 @@ from distap.storage.remotes import UnreachableError
 
 def _another_store_on_each(world, folder):
     lease = Lease("checkpoint.store", Storage(f"file://{folder}/store-{world.rank}"))
-    name = on_all(world, lease.take, mine=world.rank == 0)[0]
+    name = on_rank_0(world, lease.take)
     lease.require_seen(name)
 
 

@@ -13,6 +13,7 @@ from distap.errors import RESTART
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.whitening import learned_whitening, save_whitening
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 
@@ -21,7 +22,10 @@ def run(tmp_path_factory, training_shards) -> Path:
     """A run of one step."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     Trainer(
-        recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}),
+        prepare(
+            recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}),
+            World(),
+        ),
         World(),
     ).train()
     return folder

@@ -13,10 +13,11 @@ from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_size
+from distap.data.images.boxes import reduction
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage, image_size
 from distap.data.images.formats import readable_formats
 from distap.data.loading.share import failure
-from distap.data.sizing import reduction
 from distap.errors import DistapError
 
 PHOTO = photo(301, 203, seed=0)
@@ -130,7 +131,7 @@ def test_other_formats_are_turned_upright_as_well(file_format):
 
 
 def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(decoding, "missing_reader", lambda name: "pip install 'distap[formats]'")
+    monkeypatch.setattr(decoding, "missing_reader", lambda form: "pip install 'distap[formats]'")
     with pytest.raises(
         NoReaderError, match=r"HEIF, for which there is no reader: pip install 'distap\[formats\]'"
     ):

@@ -24,9 +24,10 @@ from distap.apps.serve.uploads import Arrivals, RefusedError, read_upload
 from distap.data.labels import NO_CLASS, class_name, class_numbers
 from distap.data.shards.image_files import levels_of_each_class, list_images
 from distap.data.shards.index import parse_index
+from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, read_evaluation
-from distap.storage.locations import parse_source, shard_names
+from distap.storage.locations import parse_source
 from distap.storage.texts import is_line, parsed_json
 
 quick = settings(

@@ -14,7 +14,7 @@ from images import indexed_images
 from PIL import Image
 
 from benchmarks.photos import pack, photo
-from distap.data.images.formats import missing_reader
+from distap.data.images.formats import FORMAT_BY_SUFFIX, missing_reader
 from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import list_images
 from distap.data.shards.index import load_index
@@ -75,7 +75,7 @@ def drawer(tmp_path):
     save(put("cat/wrongly named.jpg", PACKED), 12, "PNG")
     newer = {"jp2": "JPEG2000", "avif": "AVIF", "heic": "HEIF"}
     for number, (suffix, name) in enumerate(newer.items()):
-        missing = missing_reader(name)
+        missing = missing_reader(FORMAT_BY_SUFFIX[f".{suffix}"])
         if missing:
             put(f"cat/new.{suffix}", f".{suffix}, no reader: {missing}", b"any")
         else:

@@ -238,7 +238,7 @@ def sets_in_turn(draw):
 @given(given=sets_in_turn(), draws=st.data())
 def test_elements_have_their_turn_once_a_round_and_not_again_within_the_longest(given, draws):
     longest, counts, seed = given
-    of = np.arange(len(counts))
+    numbers = np.arange(len(counts))
     starts = np.zeros(len(counts), dtype=np.int64)
     seen = [[] for _ in counts]
     for _ in range(25):
@@ -248,7 +248,7 @@ def test_elements_have_their_turn_once_a_round_and_not_again_within_the_longest(
             )
         )
         takes[0] = max(takes[0], 1)
-        drawn = in_turn(counts, starts, takes, longest, 1, seed, of=of)
+        drawn = in_turn(counts, starts, takes, longest, key=(1, seed), numbers=numbers)
         for elements, part in zip(seen, np.split(drawn, np.cumsum(takes)[:-1]), strict=True):
             elements.extend(part.tolist())
         starts = starts + takes
@@ -317,7 +317,7 @@ def plans_of_uneven_classes(draw):
         reject()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(plan=plans_of_uneven_classes(), step=st.integers(0, 20))
 def test_no_image_of_a_batch_of_some_of_each_class_is_alone_in_its_class(plan, step):
     batch = plan.batch(step)

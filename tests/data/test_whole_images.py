@@ -8,7 +8,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from benchmarks.photos import pack, photo
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import batches_of_one_shape, sized_chunks
 from distap.data.loading.reader import open_images
 from distap.data.shards.indexing import index_shards

@@ -21,6 +21,7 @@ from steps import learning, step_with
 from distap import MicroBatchSizes
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +155,9 @@ def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(
     assert re.fullmatch(r"loss \d\.\d{4}\n", run(EXAMPLES / "own_sampler.py", photos / "train"))
     monkeypatch.syspath_prepend(EXAMPLES)
     sampling = {"name": "own_sampler:LongTail", "classes": 5, "images": 3}
-    Trainer(recipe(tmp_path, training_shards, steps=2, sampling=sampling), World()).train()
+    Trainer(
+        prepare(recipe(tmp_path, training_shards, steps=2, sampling=sampling), World()), World()
+    ).train()
     assert len(losses(tmp_path)) == 2
 
 
@@ -164,7 +167,7 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
         tmp_path, training_shards, steps=1, loss={"name": "own_loss:hinge", "margin": 0.2}
     )
     assert chosen.loss.margin == 0.2
-    Trainer(chosen, World()).train()
+    Trainer(prepare(chosen, World()), World()).train()
 
 
 def test_each_block_of_python_in_readme_and_guides_runs_by_itself(
@@ -182,7 +185,9 @@ def test_each_block_of_python_in_readme_and_guides_runs_by_itself(
         )
         assert len(found) == count, document
         blocks += found
-    Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
+    Trainer(
+        prepare(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()), World()
+    ).train()
     (tmp_path / "photos").symlink_to(photos)
     (own_loss,) = (number for number, block in enumerate(blocks) if "class Mine" in block)
     blocks[own_loss] += (

@@ -9,7 +9,7 @@ from PIL import Image
 from ranks import on_ranks
 
 from benchmarks.photos import pack, photo
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.loading.reader import ImageSet, open_images
 from distap.data.sizing import Sizing
 from distap.errors import DistapError

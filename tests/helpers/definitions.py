@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Loss, LossValue, build_loss
+from distap.ranking.loss import Budget, Loss, LossValue
+from distap.ranking.losses.building import build_loss
 
 Virtual = Sequence[tuple[int, int, float]]  # parents and α of the virtual images of `simix`
 SOFTMAX = {"proxy_nca": (1 / 9, True), "normalized_softmax": (0.05, False)}

@@ -19,6 +19,7 @@ from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.indexing import build_index, write_index
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 CLASSES = {"<i>apple": 9, "bear & cub": 8, "car": 8, "dog": 8, "elk": 7}
@@ -39,7 +40,11 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     """A gallery of 40 images in a folder, as the commands would make it."""
     run = folder / "run"
     Trainer(
-        recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()
+        prepare(
+            recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}),
+            World(),
+        ),
+        World(),
     ).train()
     images = write_images(folder / "images", CLASSES, size=48, seed=5)
     first = next(iter(CLASSES))

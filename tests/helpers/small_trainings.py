@@ -7,6 +7,7 @@ from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 
 
 def recipe(run, shards, **changes) -> Recipe:
@@ -36,7 +37,7 @@ DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 3e-3}
 
 
 def train(world, *arguments, **changes):
-    Trainer(recipe(*arguments, **changes), world).train()
+    Trainer(prepare(recipe(*arguments, **changes), world), world).train()
 
 
 def losses(run):

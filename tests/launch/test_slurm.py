@@ -133,6 +133,7 @@ def slurm(tmp_path):
         job.wait_until(lambda: not cluster.call("squeue", "--noheader"))
 
 
+@pytest.mark.cluster
 @pytest.mark.slow
 def test_a_job_that_is_preempted_is_queued_again_and_goes_on_and_a_mistake_is_not(
     slurm, tmp_path, training_shards

@@ -11,7 +11,7 @@ from monitors import dashboard, names_in, panel_expressions, promtool, rules
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from distap.apps.serve.guard import ServingMetrics
-from distap.data.images.decoding import REASONS
+from distap.data.images.damage import REASONS
 from distap.telemetry.metrics import TrainingMetrics
 
 

@@ -27,6 +27,7 @@ from distap.errors import RESTART, DistapError
 from distap.evaluation.saved import folder_of_step
 from distap.pages.report import read_run, report, sheets_of
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 VOID = {"meta", "wbr"}
@@ -205,7 +206,9 @@ def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, brow
 
 def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     settings = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}, "steps": 2}
-    Trainer(recipe(tmp_path / "run", training_shards, **settings), World()).train()
+    Trainer(
+        prepare(recipe(tmp_path / "run", training_shards, **settings), World()), World()
+    ).train()
     path, summary = report(tmp_path / "run")
     assert path == tmp_path / "run" / "report.html"
     lines = [

@@ -16,8 +16,9 @@ from torch.nn.functional import normalize, softplus
 
 from distap import ListwiseLoss, MicroBatchSizes, Multistage, rank
 from distap.errors import DistapError
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 sys.path.append(str(Path(__file__).parents[2] / "docs/examples"))
@@ -197,5 +198,9 @@ def test_losses_and_recipes_without_such_tensors_are_refused(tmp_path, training_
         build_loss({"simix": {"inner": hinge(self_pair=False)}})
     with pytest.raises(DistapError, match="loss: it takes weights of each image: only Multistage"):
         Trainer(
-            recipe(tmp_path, training_shards, loss={"name": "ap_q", "weights": "given"}), World()
+            prepare(
+                recipe(tmp_path, training_shards, loss={"name": "ap_q", "weights": "given"}),
+                World(),
+            ),
+            World(),
         )

@@ -10,7 +10,7 @@ from problems import remembering, slots_of_ranks
 from ranks import on_ranks
 
 from distap.ranking.gather import Gathering, gather
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank_descriptors, start_gathering
 from distap.world import World
 
@@ -87,7 +87,7 @@ def compare_all_cases(world):
         batch = (
             gathered.gallery,
             gathered.gallery_labels,
-            gathered.images,
+            gathered.samples,
             gathered.own,
             gathered.taking_part,
         )

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.function import FunctionLoss
 from distap.ranking.losses.sums import Matryoshka
 from distap.ranking.rank import rank

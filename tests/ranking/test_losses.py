@@ -13,7 +13,8 @@ from reference import listwise_gradient
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking.loss import Budget, build_loss
+from distap.ranking.loss import Budget
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank
 from distap.registry import REGISTRY
 

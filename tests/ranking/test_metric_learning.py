@@ -4,7 +4,7 @@ from problems import problem, rank_raw
 from pytorch_metric_learning import losses, miners
 from torch.nn.functional import normalize
 
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank
 
 NAME = "benchmarks.metric_learning:MetricLearning"

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
-from distap.ranking.loss import build_loss
 from distap.ranking.losses import steps
+from distap.ranking.losses.building import build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 

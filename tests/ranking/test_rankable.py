@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.ranking.losses.smooth import SmoothAP
+from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 
 
@@ -72,11 +73,22 @@ def test_wrong_types_shapes_and_options():
     assert "labels are (11,) for 12 images" in refusal(descriptors, labels[:11])
     assert "labels are () for 12 images" in refusal(descriptors, labels[0])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
-    assert "images are (12,) of torch.float64" in refusal(descriptors, labels, images=[0.1] * 12)
+    assert "samples are (12,) of torch.float64" in refusal(descriptors, labels, samples=[0.1] * 12)
     assert "mode is 'shraded'; did you mean sharded" in refusal(descriptors, labels, mode="shraded")
     assert "SmoothAP: tau: -1.0" in refusal(descriptors, labels, SmoothAP, tau=-1.0)
     for options in ({"tau": 0.1}, {"weights": "class"}):
         assert "is a loss already" in refusal(descriptors, labels, SmoothAP(), **options)
+
+
+def test_the_old_name_of_samples_is_taken_with_a_warning():
+    descriptors, labels = batch()
+    memories = [CrossBatchMemory(12), CrossBatchMemory(12)]
+    rank(descriptors, labels, memory=memories[0], samples=torch.arange(12))
+    with pytest.warns(FutureWarning, match="`images` of `rank` is called `samples` now"):
+        rank(descriptors, labels, memory=memories[1], images=torch.arange(12))
+    named, old = (memory.state_dict() for memory in memories)
+    assert named.keys() == old.keys()
+    assert all(torch.equal(rows, old[name]) for name, rows in named.items())
 
 
 def test_a_precision_that_was_chosen_in_torch_is_left_alone():

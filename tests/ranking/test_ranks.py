@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
-from distap.ranking.loss import build_loss
 from distap.ranking.losses.base import DescriptorLoss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
@@ -67,13 +67,16 @@ CASES = {
     "remembered": (batch, 1),
     "levels": (of_levels, 0),
 }
+# Mode central runs one path for all losses, which one loss of each base class takes.
+CENTRAL = ("ap_q", "smooth_ap", "arc_face", "matryoshka of a sum")
 BY_LEVELS = ("h_ap", "smooth_ndcg", "sup_ndcg", "matryoshka of h_ap", "csl of levels", "ap_q")
 RANKED = [
     (case, loss, mode)
     for case in CASES
     for loss in LOSSES
     for mode in MODES
-    if not (case == "remembered" and isinstance(LOSSES[loss], DescriptorLoss))
+    if (mode == "sharded" or loss in CENTRAL)
+    and not (case == "remembered" and isinstance(LOSSES[loss], DescriptorLoss))
     and (case != "levels" or loss in BY_LEVELS)
 ]
 

@@ -15,7 +15,7 @@ def passes(lengths, size, kept=(), **options):
     numbers = torch.arange(len(lengths))
     for one in found:
         assert torch.equal(one.gradient, gradient[one.rows]) or one.gradient.isnan().any()
-    return [(numbers[one.rows].tolist(), one.kept is not None) for one in found]
+    return [(numbers[one.rows].tolist(), one.descriptors is not None) for one in found]
 
 
 def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():

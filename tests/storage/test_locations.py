@@ -1,8 +1,9 @@
 import pytest
 
+from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.storage.files import Storage
-from distap.storage.locations import parse_source, shard_names
+from distap.storage.locations import parse_source
 
 
 class NoFiles:

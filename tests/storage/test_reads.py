@@ -10,7 +10,7 @@ from fsspec.registry import _registry
 from images import indexed_images
 from servers import gcs_server, s3_files, web_server
 
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards

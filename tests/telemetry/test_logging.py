@@ -135,3 +135,30 @@ def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(
         1,
     }
     assert lines[-1]["rank"] is None and lines[-1]["message"].startswith("stopped on request: ")
+
+
+PRINTING = """
+    import sys
+    from distap.errors import DistapError
+    from distap.telemetry.terminal import print_error, set_up_run_logging
+
+    if len(sys.argv) > 1:
+        set_up_run_logging(sys.argv[1], "mine", 0)
+    print_error(DistapError("data.too_few", "3 images: expected 4"))
+"""
+
+
+def printed_error(*arguments: str) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(PRINTING), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
+
+
+def test_the_code_of_an_error_follows_its_message():
+    assert printed_error() == "error: 3 images: expected 4 [data.too_few]\n"
+    assert printed_error("text").endswith(" step=- 3 images: expected 4 [data.too_few]\n")
+
+
+def test_the_code_of_an_error_is_a_key_of_its_json_line():
+    line = json.loads(printed_error("json"))
+    assert (line["level"], line["message"]) == ("error", "3 images: expected 4")
+    assert line["code"] == "data.too_few"

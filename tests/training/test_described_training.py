@@ -15,12 +15,14 @@ from torch.nn.functional import normalize
 import distap as library
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
-from distap.training.build import describing_of, trained_network
+from distap.training.build import trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 STEPS = 6
@@ -66,7 +68,7 @@ def described(tmp_path_factory, training_shards):
 @pytest.fixture(scope="module")
 def trained(described, tmp_path_factory, training_shards):
     run = tmp_path_factory.mktemp("head") / "run"
-    Trainer(head(run, described, training_shards), World()).train()
+    Trainer(prepare(head(run, described, training_shards), World()), World()).train()
     return run
 
 
@@ -86,7 +88,7 @@ def test_the_head_learns_as_in_a_plain_loop_over_the_descriptors(described, trai
         trained / "recipe.yaml",
         [f"run={tmp_path}/start", "steps=1", "optimizer.learning_rate=1e-30"],
     )
-    Trainer(start, World()).train()
+    Trainer(prepare(start, World()), World()).train()
     layer = nn.Linear(rows.shape[1], 8)
     layer.load_state_dict(of_head(start.run))
     optimizer = torch.optim.Adam(layer.parameters(), RATE)
@@ -107,7 +109,7 @@ def test_ranks_train_the_same_head(described, trained, training_shards, tmp_path
 
 
 def train_on_a_rank(world, run, described, shards):
-    Trainer(head(run, described, shards, replay={"keep": "auto"}), world).train()
+    Trainer(prepare(head(run, described, shards, replay={"keep": "auto"}), world), world).train()
 
 
 def test_the_head_joins_its_backbone_wherever_the_run_is_read(
@@ -205,7 +207,9 @@ def test_what_cannot_be_trained_on_descriptors_is_refused(
     described, training_shards, tmp_path, changes, message
 ):
     with pytest.raises(DistapError, match=message):
-        Trainer(head(tmp_path / "run", described, training_shards, **changes), World()).train()
+        Trainer(
+            prepare(head(tmp_path / "run", described, training_shards, **changes), World()), World()
+        ).train()
 
 
 @pytest.mark.parametrize("change", ["evaluation.scales=[1,0.7]", "classes"])
@@ -224,7 +228,9 @@ def test_a_folder_that_no_head_can_stand_on_is_named(
     )
     with pytest.raises(DistapError, match=message):
         changes = {"data__train": f"described:{tmp_path}/train", "data__validation": None}
-        Trainer(head(tmp_path / "run", described, training_shards, **changes), World())
+        Trainer(
+            prepare(head(tmp_path / "run", described, training_shards, **changes), World()), World()
+        )
 
 
 FROZEN = MODEL | {"freeze": "backbone", "unit_length": True, "projection": 8, "pooling": "mean"}
@@ -249,7 +255,7 @@ def test_a_frozen_backbone_describes_images_that_no_step_varies_once(training_sh
             **STILL,
         )
     described = read_descriptors(once / "described")
-    assert len(described) == len(open_set(str(training_shards[0])).image_sets[0])
+    assert len(described) == len(open_set(str(training_shards[0])).images.sets[0])
     # The same pixels, but for all that the trainer knows each step may flip them.
     train(
         World(),

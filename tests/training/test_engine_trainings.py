@@ -11,6 +11,7 @@ from small_trainings import losses, parameters, recipe
 
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 
 ENGINES = [
     {"engine": "ddp"},
@@ -38,7 +39,7 @@ def settings(shards, **changes):
 
 def train_until(world, run, shards, steps, **changes):
     """Train to a step, of as many as the schedule has, where a signal asks to stop."""
-    trainer = Trainer(recipe(run, shards, **settings(shards, **changes)), world)
+    trainer = Trainer(prepare(recipe(run, shards, **settings(shards, **changes)), world), world)
     asked = threading.Event()
     shares = trainer.images.shares
     logging.getLogger("distap").addFilter(

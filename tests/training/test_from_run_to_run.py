@@ -22,6 +22,7 @@ from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import DistapError
 from distap.trainer import Trainer
 from distap.training.build import network_of, trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 MODEL = {"backbone": "test_resnet", "weights": {"name": "random"}, "projection": 16}
@@ -279,11 +280,11 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(
         else {}
     )
     other = tmp_path / "other" if stored else shared
-    trainer = Trainer(recipe(shared, training_shards, steps=3, **stored), World())
+    trainer = Trainer(prepare(recipe(shared, training_shards, steps=3, **stored), World()), World())
     message = []
     second = recipe(other, training_shards, steps=9, **stored)
     step = trainer.step
-    as_late = Trainer(second, World())
+    as_late = Trainer(prepare(second, World()), World())
 
     def disturbed(share, learning_rate):
         with pytest.raises(DistapError) as error:
@@ -316,7 +317,7 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(
 def test_the_lease_of_a_training_that_is_gone_is_taken_over(
     tmp_path, training_shards, monkeypatch, caplog, changes, reason
 ):
-    trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
+    trainer = Trainer(prepare(recipe(tmp_path, training_shards, steps=1), World()), World())
     with trainer.state.leased():
         own = lease(tmp_path)
     write_lease(tmp_path, **changes | ({"process": own["process"]} if "process" in changes else {}))
@@ -337,7 +338,7 @@ def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
         r"taking over the lease of host a, pid 7, started .* ago: not renewed for \d s", caplog.text
     )
     write_lease(tmp_path)
-    trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
+    trainer = Trainer(prepare(recipe(tmp_path, training_shards, steps=2), World()), World())
     monkeypatch.setattr(time, "sleep", lambda seconds: write_lease(tmp_path))
     with pytest.raises(DistapError, match="another training runs here: host a, pid 7"):
         trainer.train()
@@ -346,7 +347,7 @@ def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
 
 def test_a_training_whose_lease_was_taken_over_stops(tmp_path, training_shards, monkeypatch):
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.05)
-    trainer = Trainer(recipe(tmp_path, training_shards, steps=10_000), World())
+    trainer = Trainer(prepare(recipe(tmp_path, training_shards, steps=10_000), World()), World())
     step = trainer.step
 
     def taken_over(share, learning_rate):

@@ -18,6 +18,7 @@ from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.prepared import prepare
 from distap.training.run_state import score_of
 from distap.training.schedule import Length, RateSchedule
 from distap.world import World
@@ -61,7 +62,7 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
         | sets
     )
     read = recipe(tmp_path / "run", training_shards, **settings)
-    trainer = Trainer(read, World())
+    trainer = Trainer(prepare(read, World()), World())
     trainer.train()
     assert "an epoch is 2.16 steps, the training 2.78 epochs or 6 steps" in caplog.text
     assert "and every 1 epochs" in caplog.text
@@ -206,7 +207,9 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
     for step, score in list(scores.items())[1:]:
         path = tmp_path / "checkpoints" / f"step-{step:08d}"
         _, network = trained_network(path, World())
-        again = Trainer(recipe(tmp_path / f"at-{step}", training_shards, **changes), World())
+        again = Trainer(
+            prepare(recipe(tmp_path / f"at-{step}", training_shards, **changes), World()), World()
+        )
         again.network.load_state_dict(network.state_dict())
         again.learner.keep_average(0.5)
         assert score_of(again.evaluate(SimpleNamespace(requested=False))) == score
@@ -239,6 +242,9 @@ def test_a_network_of_a_backbone_alone_has_no_head_to_warm_up(tmp_path, training
         DistapError, match="head_only: nothing but the backbone has parameters to train"
     ):
         Trainer(
-            recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"),
+            prepare(
+                recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"),
+                World(),
+            ),
             World(),
         )

@@ -15,10 +15,12 @@ from distap.data.plan import Classes, Plan
 from distap.data.sampling import MinedSampling, PByKSampling
 from distap.data.shards.index import load_index
 from distap.errors import RESTART, DistapError
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
-from distap.training.build import describing_of, network_of
+from distap.training.build import network_of
+from distap.training.prepared import prepare
 from distap.world import World
 
 MINED = {"name": "mined", "classes": 4, "images": 2, "near": 2, "every": 2}
@@ -80,7 +82,7 @@ def test_it_mines_by_its_own_descriptors_resumes_between_and_is_the_same_on_two_
 
 def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_shards):
     settings = recipe(tmp_path, training_shards, **SETTINGS | {"steps": 1})
-    trainer = Trainer(settings, World())
+    trainer = Trainer(prepare(settings, World()), World())
     trainer.train()
     found = trainer.images.plan.classes.nearest
     index = load_index(training_shards[0])
@@ -104,7 +106,9 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
 def test_a_request_to_stop_while_it_mines_ends_with_one_checkpoint(tmp_path, training_shards):
     judged = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
     changes = {**SETTINGS, **judged, "data__image_sizes": {0: 16, 0.5: 32}}
-    trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
+    trainer = Trainer(
+        prepare(recipe(tmp_path / "run", training_shards, **changes), World()), World()
+    )
     renew = trainer.state.nearest.renew
 
     def asked_to_stop(describing):
@@ -133,4 +137,4 @@ def test_what_cannot_mine_is_refused_before_the_first_step(tmp_path, training_sh
         recipe(tmp_path, ("described:somewhere",), **SETTINGS, model=model)
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(DistapError, match="needs Faiss"):
-        Trainer(recipe(tmp_path, training_shards, **SETTINGS), World())
+        Trainer(prepare(recipe(tmp_path, training_shards, **SETTINGS), World()), World())

@@ -30,6 +30,7 @@ from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import learner_of, network_of
 from distap.training.learner import TrainingStep
+from distap.training.prepared import prepare
 from distap.world import World
 
 pytestmark = pytest.mark.slow
@@ -198,7 +199,7 @@ def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training
     images = noise(3, 32)
     changes |= {"optimizer": {"learning_rate": 0.02}, "checkpoint": {"every": 1}, "steps": 3}
     train(World(), run, training_shards, **changes | {"steps": 2})
-    trainer = Trainer(recipe(run, training_shards, **changes), World())
+    trainer = Trainer(prepare(recipe(run, training_shards, **changes), World()), World())
     trainer.train()
     network = trainer.network.eval()
     with trainer.learner.averaged(), torch.no_grad():

@@ -12,6 +12,7 @@ from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.trainer import Trainer
 from distap.training.build import images_of
+from distap.training.prepared import prepare
 from distap.world import World
 
 MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 8, "whitening": 10_000}
@@ -19,7 +20,7 @@ MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 8, "white
 
 def begun(world, run, shards, **changes):
     """The network before its first step."""
-    return Trainer(recipe(run, shards, model=MODEL, **changes), world).network
+    return Trainer(prepare(recipe(run, shards, model=MODEL, **changes), world), world).network
 
 
 def head_on_a_rank(world, run, shards):
@@ -72,4 +73,4 @@ def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shar
     with pytest.raises(
         DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"
     ):
-        Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)
+        prepare(recipe(tmp_path, training_shards, model=model), World(), planned_ranks=1)

@@ -17,6 +17,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 STEPS = {"steps": 4, "checkpoint__every": 2}
@@ -54,8 +55,14 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(
     changes = {**STEPS, "checkpoint__store": url, **evaluated(training_shards)}
     first = tmp_path / "first"
     second = tmp_path / "second"
-    assert stopped_in(Trainer(recipe(first, training_shards, **changes), World()), 1) == RESTART
-    assert Trainer(recipe(second, training_shards, **changes), World()).train() == FINISHED
+    assert (
+        stopped_in(Trainer(prepare(recipe(first, training_shards, **changes), World()), World()), 1)
+        == RESTART
+    )
+    assert (
+        Trainer(prepare(recipe(second, training_shards, **changes), World()), World()).train()
+        == FINISHED
+    )
     assert losses(second) == losses(undisturbed)
     assert saved_steps(second) == saved_steps(undisturbed)
     assert [entry["step"] for entry in read_run_log(second) if "validation" in entry] == [0, 2, 4]
@@ -84,7 +91,7 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
     run = tmp_path / "run"
     changes = {**STEPS, "checkpoint__store": f"file://{store}"}
     endpoint = Endpoint()
-    trainer = Trainer(recipe(run, training_shards, **changes), World(), endpoint)
+    trainer = Trainer(prepare(recipe(run, training_shards, **changes), World(), endpoint), World())
     step = trainer.step
 
     def blocked_after_the_probe(share, learning_rate):

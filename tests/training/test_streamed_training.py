@@ -6,6 +6,7 @@ from streamed import SPOILT, write_by_webdataset
 
 from distap.errors import DistapError
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 
@@ -19,11 +20,11 @@ def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(
     }
     with pytest.raises(DistapError, match="class"):
         both = (training_shards[1], training_shards[1])
-        Trainer(recipe(tmp_path / "run", both, **changes), World())
+        Trainer(prepare(recipe(tmp_path / "run", both, **changes), World()), World())
     without = tmp_path / "shards"
     shutil.copytree(training_shards[1], without)
     (without / "index.npz").unlink()
-    Trainer(recipe(tmp_path / "run", (without,), **changes), World())
+    Trainer(prepare(recipe(tmp_path / "run", (without,), **changes), World()), World())
     told = (
         f"{without} has no index, so nothing checks whether it shares classes with"
         f" {training_shards[1]}"
@@ -41,5 +42,7 @@ def test_shards_of_others_train_without_an_index_and_a_run_goes_on(tmp_path):
         "optimizer": DESCENT,
     }
     for steps in (2, 4):
-        Trainer(recipe(tmp_path / "run", (shards,), steps=steps, **changes), World()).train()
+        Trainer(
+            prepare(recipe(tmp_path / "run", (shards,), steps=steps, **changes), World()), World()
+        ).train()
         assert len(losses(tmp_path / "run")) == steps

@@ -22,6 +22,7 @@ from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 
@@ -124,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over_until_training_writes_its_step_agai
 def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
     evaluation = {"every": 2, "at_start": False}
     settings = {"steps": 2, "data__validation": str(training_shards[1]), "evaluation": evaluation}
-    trainer = Trainer(recipe(tmp_path, training_shards, **settings), World())
+    trainer = Trainer(prepare(recipe(tmp_path, training_shards, **settings), World()), World())
     step = trainer.step
 
     def stop_in_the_last(share, learning_rate):
@@ -135,10 +136,13 @@ def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_pat
     trainer.step = stop_in_the_last
     assert trainer.train() == RESTART
     assert not any("validation" in entry for entry in read_run_log(tmp_path))
-    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    assert (
+        Trainer(prepare(recipe(tmp_path, training_shards, **settings), World()), World()).train()
+        == FINISHED
+    )
     evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
     assert evaluated == [2]
-    Trainer(recipe(tmp_path, training_shards, **settings), World()).train()
+    Trainer(prepare(recipe(tmp_path, training_shards, **settings), World()), World()).train()
     assert [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry] == evaluated
     assert found_checkpoint(tmp_path, best=True).step == 2
 
@@ -162,10 +166,18 @@ def test_a_request_in_an_evaluation_breaks_it_off(
 
     with monkeypatch.context() as patch:
         patch.setattr(ImageDescriber, "__call__", asked_at_the_first_batch)
-        assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == RESTART
+        assert (
+            Trainer(
+                prepare(recipe(tmp_path, training_shards, **settings), World()), World()
+            ).train()
+            == RESTART
+        )
     assert len(described) == 1
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == checkpoints
-    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    assert (
+        Trainer(prepare(recipe(tmp_path, training_shards, **settings), World()), World()).train()
+        == FINISHED
+    )
     evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
     assert evaluated == sorted({0 if steps == 0 else 2, 2, 4})
 
@@ -204,7 +216,10 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
 def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplog):
     caplog.set_level("INFO")
     trainer = Trainer(
-        recipe(tmp_path, training_shards, steps=2, data__validation=str(training_shards[1])),
+        prepare(
+            recipe(tmp_path, training_shards, steps=2, data__validation=str(training_shards[1])),
+            World(),
+        ),
         World(),
     )
     trainer.train()
@@ -222,7 +237,9 @@ def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplo
 
 def mistaken(world, run, shards):
     with pytest.raises(DistapError, match=r"^rank 0: sampling\.classes is 900, but only") as raised:
-        Trainer(recipe(run, shards, sampling={"name": "p_by_k", "classes": 900}), world)
+        Trainer(
+            prepare(recipe(run, shards, sampling={"name": "p_by_k", "classes": 900}), world), world
+        )
     return raised.value.is_on_all_ranks
 
 
@@ -233,7 +250,7 @@ def test_a_mistake_is_found_by_rank_0_and_raised_on_all(tmp_path, training_shard
 def test_an_error_of_the_device_is_not_told_as_one_of_the_size(tmp_path, training_shards):
     model = {"backbone": {"name": "plug_ins:LostDevice"}}
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
-        Trainer(recipe(tmp_path, training_shards, model=model), World())
+        Trainer(prepare(recipe(tmp_path, training_shards, model=model), World()), World())
 
 
 def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(
@@ -327,7 +344,7 @@ def start_apart(world, run, shards):
     said = []
     for own, changes in apart:
         try:
-            said.append(Trainer(recipe(run, own, **changes), world).train())
+            said.append(Trainer(prepare(recipe(run, own, **changes), world), world).train())
         except DistapError as error:
             said.append(str(error))
     return said
@@ -357,7 +374,7 @@ def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shard
 def spoilt_on_one_rank(world, run, shards, changes):
     """Train; after the third step a parameter of the last rank is NaN, as an update may leave
     it."""
-    trainer = Trainer(recipe(run, shards, **changes), world)
+    trainer = Trainer(prepare(recipe(run, shards, **changes), world), world)
     step = trainer.step
 
     def spoiling(share, rate):
@@ -388,7 +405,9 @@ def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(
 def test_descriptors_that_are_not_finite_stop_a_training_with_the_advice_that_helps(
     tmp_path, training_shards
 ):
-    trainer = Trainer(recipe(tmp_path, training_shards, step__max_not_finite=3), World())
+    trainer = Trainer(
+        prepare(recipe(tmp_path, training_shards, step__max_not_finite=3), World()), World()
+    )
     for parameter in trainer.network.parameters():
         parameter.data.fill_(torch.nan)
     with pytest.raises(
@@ -399,7 +418,7 @@ def test_descriptors_that_are_not_finite_stop_a_training_with_the_advice_that_he
 
 
 def test_a_network_that_tells_no_images_apart_is_told_of_once(tmp_path, training_shards, caplog):
-    trainer = Trainer(recipe(tmp_path, training_shards), World())
+    trainer = Trainer(prepare(recipe(tmp_path, training_shards), World()), World())
     first, *_ = (
         module for module in trainer.network.modules() if isinstance(module, torch.nn.Conv2d)
     )

@@ -21,6 +21,7 @@ from trainings import Run
 from distap.errors import RESTART
 from distap.processes.stopping import TRACE_SIGNAL
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 
@@ -71,7 +72,7 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
 
 def traced(run, shards, **changes) -> Path:
     """The folder of traces of a training that was asked for one in its first step."""
-    trainer = Trainer(recipe(run, shards, **changes), World())
+    trainer = Trainer(prepare(recipe(run, shards, **changes), World()), World())
     step = trainer.step
 
     def asked(share, learning_rate):

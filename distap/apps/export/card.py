@@ -1,6 +1,4 @@
-"""Write the model card of an export: what the run recorded about the network, and code that loads
-it.
-"""
+"""The model card of an export: the run's records of the network, and code that loads it."""
 
 import math
 from collections.abc import Sequence
@@ -36,56 +34,48 @@ def model_card(
     descriptor's component by file.
     """
     settings = state["recipe"]
-    loss = state["recipe"]["loss"]
-    figures = {
-        of: {k: v for k, v in each.items() if math.isfinite(v)}
-        for of, each in state["figures"].items()
-    }
+    loss = settings["loss"]
     terms = loss.get("terms") or [(1, loss)]
-    pretrained = _pretrained(settings["model"])
-    network = describer.retrieval_network
-    mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
-    has_onnx = "model.onnx" in programs
+    figures = {
+        name: {figure: value for figure, value in of_set.items() if math.isfinite(value)}
+        for name, of_set in state["figures"].items()
+    }
     results = [
         EvalResult("image-retrieval", name, name, figure, round(value, 6))
         for name, of_set in figures.items()
         for figure, value in of_set.items()
     ]
+    pretrained = _pretrained(settings["model"])
+    tags = ["image-retrieval", "image-feature-extraction", "distap", "timm"]
+    if "model.onnx" in programs:
+        tags.append("onnx")
     fields = ModelCardData(
         license="unknown",
         library_name="distap",
         pipeline_tag="image-feature-extraction",
-        tags=[
-            "image-retrieval",
-            "image-feature-extraction",
-            "distap",
-            "timm",
-            *(["onnx"] if has_onnx else []),
-        ],
+        tags=tags,
         base_model=pretrained.get("hf_hub_id"),
         model_name=Path(settings["run"]).name if results else None,
         eval_results=results or None,
     )
-    recipe_yaml = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip()
-    named = " + ".join(f"{weight:g} {part['name']}" for weight, part in terms)
-    of_run: dict[str, Any] = {
-        "manifest": manifest,
-        "settings": settings,
-        "recipe_yaml": recipe_yaml,
-        "loss": named,
-    }
-    of_run |= {"recipe": recipe, "figures": figures}
-    of_network: dict[str, Any] = {
-        "describer": describer,
-        "pretrained": pretrained,
-        "mean": mean,
-        "std": std,
-    }
-    of_files: dict[str, Any] = {"programs": programs, "formats": formats}
-    versions = {"version": distap.__version__, "torch": torch.__version__}
-    template = files(__package__).joinpath("card.md").read_text("utf-8")
+    network = describer.retrieval_network
     card = ModelCard.from_template(
-        fields, template_str=template, **of_run, **of_network, **of_files, **versions
+        fields,
+        template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
+        manifest=manifest,
+        settings=settings,
+        recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
+        loss=" + ".join(f"{weight:g} {term['name']}" for weight, term in terms),
+        recipe=recipe,
+        figures=figures,
+        describer=describer,
+        pretrained=pretrained,
+        mean=(network.mean.flatten() / 255).tolist(),
+        std=(network.std.flatten() / 255).tolist(),
+        programs=programs,
+        formats=formats,
+        version=distap.__version__,
+        torch=torch.__version__,
     )
     return without_secrets(f"{str(card).rstrip()}\n")
 

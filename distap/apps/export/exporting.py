@@ -14,7 +14,7 @@ from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from torch.nn.functional import interpolate
 import distap
 from distap.apps.export.card import model_card
 from distap.checkpoint.finding import opened_checkpoint
-from distap.errors import DistapError, memory_ran_out
+from distap.errors import DistapError, first_cause, memory_ran_out
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import MultiScaleNetwork
 from distap.storage.atomic import new_folder, require_free
-from distap.training.build import describing_of, trained_network
+from distap.training.build import trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World
 
@@ -37,7 +38,7 @@ EXPORT_TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed 
 BATCHES_TRIED = (1, 2, 7)
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 Describe = Callable[[Tensor], Tensor]
-# images (n, 3, height, width) uint8, and the network's descriptors (n, D) of them
+# Images (n, 3, height, width) uint8, and the network's descriptors (n, D) of them.
 Case = tuple[Tensor, Tensor]
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
@@ -47,53 +48,47 @@ def missing_for_onnx() -> list[str]:
 
 
 def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
-    """Return a copy of a network for export: on the CPU, in evaluation mode, without gradients,
-    contiguous.
-    """
-    copied = (
-        copy.deepcopy(network)
-        .cpu()
-        .eval()
-        .requires_grad_(False)
-        .to(memory_format=torch.contiguous_format)
-    )
+    """Return a copy of a network for export: on the CPU, without gradients, contiguous."""
+    copied = copy.deepcopy(network).cpu().eval().requires_grad_(False)
     copied.network.memory_format = torch.contiguous_format
-    return copied
+    return copied.to(memory_format=torch.contiguous_format)
 
 
 def program_of(network: MultiScaleNetwork, image_size: int) -> ExportedProgram:
-    """Trace a network from `exportable` for any number of images; a DistapError gives torch's
-    reason if it fails.
+    """Trace a network from `exportable` for any number of images.
+
+    Raises:
+        DistapError: torch cannot trace it; the message gives torch's reason.
     """
     # Two images, since torch takes a length of 1 for a constant.
     example = torch.zeros(2, 3, image_size, image_size, dtype=torch.uint8)
     shapes = ShapesCollection()
-    size = f"{image_size} x {image_size}"
     shapes[example] = {0: Dim.DYNAMIC}
-    with (
-        torch.no_grad(),
-        _exporting(f"the network cannot be exported for images of {size}: torch.export"),
-    ):
+    problem = f"the network cannot be exported for images of {image_size} x {image_size}"
+    with torch.no_grad(), _exporting(f"{problem}: torch.export"):
         return export(network, (example,), dynamic_shapes=shapes)
 
 
-def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch
-    cannot.
-    """
+def save_program(program: ExportedProgram, path: Path, texts: Mapping[str, str]) -> None:
+    """Save a program with texts about it for torch.export.load; raise a DistapError on failure."""
     # In memory first: torch's own writer ends the process with C++'s terminate if the disk is full.
-    written = BytesIO()
+    buffer = BytesIO()
     with _exporting(f"{path.name}: torch.export cannot write this network; leave --format pt2 out"):
-        torch.export.save(program, written, extra_files=dict(about))
-    path.write_bytes(written.getbuffer())
+        torch.export.save(program, buffer, extra_files=dict(texts))
+    path.write_bytes(buffer.getbuffer())
 
 
-def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Write a program from `program_of` as ONNX with the texts `about` it, and check that the file
-    is well formed.
+def load_program(path: Path) -> Describe:
+    return torch.export.load(path).module()
 
-    Weights above 2 GB go to a second file next to the first. A DistapError names the operator that
-    ONNX lacks.
+
+def save_onnx(program: ExportedProgram, path: Path, texts: Mapping[str, str]) -> None:
+    """Write a program from `program_of` as ONNX with texts about it, and check the file.
+
+    Weights above 2 GB go to a second file next to the first.
+
+    Raises:
+        DistapError: ONNX lacks an operator; the message names it.
     """
     import onnx
 
@@ -108,17 +103,17 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
             verbose=False,
         )
         assert translated is not None
-        translated.model.metadata_props.update(about)
+        translated.model.metadata_props.update(texts)
         translated.save(path)
         onnx.checker.check_model(path, full_check=True)
 
 
 @contextmanager
 def _exporting(problem: str) -> Iterator[None]:
-    """Turn the errors of an exporter, of many kinds and some pages long, into a DistapError with
-    the first cause.
+    """Raise a DistapError with the first cause in place of an exporter's errors.
 
-    The exporters warn about their internals; their results are compared afterwards.
+    They are of many kinds and some pages long. The exporters warn about their internals; their
+    results are compared afterwards.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -128,10 +123,9 @@ def _exporting(problem: str) -> Iterator[None]:
     except Exception as error:
         if memory_ran_out(error):
             raise
-        why: BaseException = error
-        while why.__cause__ is not None:  # the first cause names the operator
-            why = why.__cause__
-        raise DistapError(f"{problem}: {shorten(str(why), 400) or type(why).__name__}") from error
+        cause = first_cause(error)  # it names the operator
+        reason = shorten(str(cause), 400) or type(cause).__name__
+        raise DistapError("export.failed", f"{problem}: {reason}") from error
 
 
 def cases_of(network: Describe, image_size: int) -> list[Case]:
@@ -145,15 +139,17 @@ def cases_of(network: Describe, image_size: int) -> list[Case]:
             expected = network(images).cpu()
         if not expected.isfinite().all():
             raise DistapError(
-                "the checkpoint's network gives numbers that are not finite; export an earlier one"
+                "export.not_finite",
+                "the checkpoint's network gives numbers that are not finite; export an earlier one",
             )
         cases.append((images, expected))
     return cases
 
 
 def difference(name: str, describe: Describe, cases: Sequence[Case]) -> float:
-    """Return the largest difference of a component between the descriptors of an exported file and
-    the network's.
+    """Return the largest difference between an exported file's descriptors and the network's.
+
+    It is that of one component.
 
     Raises:
         DistapError: it is above EXPORT_TOLERANCE, or the file fails.
@@ -163,25 +159,28 @@ def difference(name: str, describe: Describe, cases: Sequence[Case]) -> float:
         shape = tuple(images.shape)
         try:
             with torch.inference_mode():
-                found = describe(images)
+                descriptors = describe(images)
         except Exception as error:  # torch, ONNX Runtime: each has its own
             raise DistapError(
-                f"{name}: what was exported fails on images {shape}: {error}"
+                "export.file_fails", f"{name}: what was exported fails on images {shape}: {error}"
             ) from error
-        given = (found.dtype, *found.shape)
-        wanted = (torch.float32, *expected.shape)
-        if given != wanted:
+        output = (descriptors.dtype, *descriptors.shape)
+        expected_output = (torch.float32, *expected.shape)
+        if output != expected_output:
             raise DistapError(
-                f"{name}: what was exported gives {given} for images {shape}, expected {wanted}"
+                "export.other_output",
+                f"{name}: what was exported gives {output} for images {shape}, expected"
+                f" {expected_output}",
             )
-        here = float((found - expected).abs().max())
-        if not here <= EXPORT_TOLERANCE:
+        error_here = float((descriptors - expected).abs().max())
+        if not error_here <= EXPORT_TOLERANCE:
             raise DistapError(
+                "export.inexact",
                 f"{name}: for images {shape} its descriptors differ from the network's by"
-                f" {here:.2g}, more than {EXPORT_TOLERANCE:g}; nothing was written. Leave this"
-                " format out, or report the network"
+                f" {error_here:.2g}, more than {EXPORT_TOLERANCE:g}; nothing was written. Leave"
+                " this format out, or report the network",
             )
-        largest = max(largest, here)
+        largest = max(largest, error_here)
     return largest
 
 
@@ -209,10 +208,17 @@ def _example_images(count: int, size: int) -> Tensor:
     return (255 * torch.cat(images)).to(torch.uint8)
 
 
-# by format: the file, what writes it, and what loads it
-PROGRAMS: dict[str, tuple[str, Any, Any]] = {
-    "pt2": ("model.pt2", save_program, lambda path: torch.export.load(path).module()),
-    "onnx": ("model.onnx", save_onnx, onnx_describer),
+class Program(NamedTuple):
+    """A format of a program: its file, and the functions that write and load it."""
+
+    name: str
+    save: Callable[[ExportedProgram, Path, Mapping[str, str]], None]
+    load: Callable[[Path], Describe]
+
+
+PROGRAMS = {
+    "pt2": Program("model.pt2", save_program, load_program),
+    "onnx": Program("model.onnx", save_onnx, onnx_describer),
 }
 EXPORT_FORMATS = (*PROGRAMS, "safetensors", "adapter")
 
@@ -229,60 +235,88 @@ def export_to_folder(
     """Write a checkpoint's network in several formats, and a model card, which describes them.
 
     Programs take images of the recipe's crop, or of data.image_size if the recipe takes whole
-    images.
-
-    Return what describes images, and by program the largest difference of a component of its
-    descriptors. Nothing is left behind if the network cannot be exported or a file differs from it.
+    images. Nothing is left behind if the network cannot be exported or a file differs from it.
 
     Args:
-        checkpoint: a run folder, one of its checkpoints, or the URL of either. output: a new folder
-            or an empty one. formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx
-            where it is installed. whitening: a file of `distap whiten`, applied last. best: with a
-            run folder, take its best checkpoint, not its newest. overrides: changes of the recipe,
-            such as `evaluation.scales=[1,0.7]`. trust: let the checkpoint's record name classes
-            that are not distap's, and have files read elsewhere.
+        checkpoint: a run folder, one of its checkpoints, or the URL of either.
+        output: a new folder or an empty one.
+        formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx where it is installed.
+        whitening: a file of `distap whiten`, applied last.
+        best: with a run folder, take its best checkpoint, not its newest.
+        overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
+        trust: let the checkpoint's record name classes that are not distap's, and have files read
+            elsewhere.
+    Returns:
+        The describer of images, and by program the largest difference of a component of its
+        descriptors.
     """
-    formats = formats or [
-        each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()
-    ]
-    unknown = set(formats) - set(EXPORT_FORMATS)
-    if unknown:
-        raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
-    if {"adapter", "safetensors"} <= set(formats):
-        raise DistapError("--format adapter and safetensors write the same files; choose one")
-    if "onnx" in formats and (missing := missing_for_onnx()):
-        needed = f"--format onnx needs {', '.join(missing)}"
-        raise DistapError(
-            f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out"
-        )
+    formats = formats or _formats_here()
+    _require_formats(formats)
     output = output.resolve()
     require_free(output)
-    with opened_checkpoint(checkpoint, best) as found:
+    with opened_checkpoint(checkpoint, best) as opened:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
-        recipe, network = trained_network(found.path, World(), overrides=overrides, trusted=trust)
-        recorded = found.state("recipe", "figures"), found.manifest, recipe
+        recipe, network = trained_network(opened.path, World(), overrides=overrides, trusted=trust)
+        state = opened.state("recipe", "figures")
+        manifest = opened.manifest
     sizing = recipe.sizing if "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
-    image_size = describer.sizing.pixels or recipe.data.image_size
-    several = describer.network.eval()
-    about = {
-        "distap": json.dumps(
-            {"version": distap.__version__, "described_by": asdict(describer.described_by)}
-        )
-    }
-    programs = dict[str, float]()
+
     with new_folder(output) as folder:
-        chosen = [PROGRAMS[each] for each in PROGRAMS if each in formats]
-        if chosen:
-            program = program_of(exportable(several), image_size)
-            cases = cases_of(several, image_size)
-            for name, save, load in chosen:
-                save(program, folder / name, about)
-                programs[name] = difference(name, load(folder / name), cases)
+        image_size = describer.sizing.pixels or recipe.data.image_size
+        programs = _write_programs(describer, image_size, formats, folder)
         if {"adapter", "safetensors"} & set(formats):
-            written = DescriptorNetwork(describer, recipe)
-            written.trusts = trust
-            written.write(folder, changes_only="adapter" in formats)
-        card = model_card(*recorded, describer, programs, formats)
+            described = DescriptorNetwork(describer, recipe)
+            described.trusts = trust
+            described.write(folder, changes_only="adapter" in formats)
+        card = model_card(state, manifest, recipe, describer, programs, formats)
         (folder / "README.md").write_text(card, "utf-8")
     return describer, programs
+
+
+def _formats_here() -> list[str]:
+    formats = ["pt2", "onnx", "safetensors"]
+    if missing_for_onnx():
+        formats.remove("onnx")
+    return formats
+
+
+def _require_formats(formats: Sequence[str]) -> None:
+    unknown = set(formats) - set(EXPORT_FORMATS)
+    if unknown:
+        raise DistapError(
+            "export.unknown_format",
+            f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}",
+        )
+    if {"adapter", "safetensors"} <= set(formats):
+        raise DistapError(
+            "export.same_files",
+            "--format adapter and safetensors write the same files; choose one",
+        )
+    missing = missing_for_onnx()
+    if "onnx" in formats and missing:
+        raise DistapError(
+            "package.missing",
+            f"--format onnx needs {', '.join(missing)}, not installed here: pip install"
+            " 'distap[onnx]', or leave the format out",
+        )
+
+
+def _write_programs(
+    describer: ImageDescriber, image_size: int, formats: Sequence[str], folder: Path
+) -> dict[str, float]:
+    """Write the programs among the formats; return their differences from the network by file."""
+    chosen = [PROGRAMS[name] for name in PROGRAMS if name in formats]
+    if not chosen:
+        return {}
+    network = describer.network.eval()
+    record = {"version": distap.__version__, "described_by": asdict(describer.described_by)}
+    texts = {"distap": json.dumps(record)}
+    traced = program_of(exportable(network), image_size)
+    cases = cases_of(network, image_size)
+    differences = dict[str, float]()
+    for program in chosen:
+        path = folder / program.name
+        program.save(traced, path, texts)
+        differences[program.name] = difference(program.name, program.load(path), cases)
+    return differences

@@ -22,7 +22,7 @@ from distap.apps.serve import uploads
 from distap.apps.serve.guard import HEALTH_PATHS, Guard, ServingMetrics
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError
@@ -34,9 +34,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """Answer searches within a server's limits; raise a RefusedError for a search that cannot run
-    now.
-    """
+    """Answer searches within limits; raise a RefusedError for a search that cannot run now."""
 
     def __init__(self, settings: ServeSettings, searcher: Searcher, thumbnails: Thumbnails) -> None:
         assert searcher.describer is not None
@@ -49,9 +47,11 @@ class Service:
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
         describer = searcher.describer
-        limits = (settings.decode_seconds, settings.decode_bytes)
         job = uploads.DecodingJob(
-            describer.sizing, settings.pixels_of(searcher.index.described_by), *limits
+            describer.sizing,
+            max_pixels=settings.pixels_of(searcher.index.described_by),
+            seconds=settings.decode_seconds,
+            memory_bytes=settings.decode_bytes,
         )
         self._decoders = uploads.Decoders(job, settings.threads)
         self._searcher = replace(searcher, pixels_of=self._decoders)
@@ -62,9 +62,7 @@ class Service:
         return await self._found(self._searcher.by_image, read, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
-        """Return the k gallery images most similar to the gallery image with this key, without
-        itself.
-        """
+        """Return the k images most similar to the gallery's image of this key, without itself."""
         if not self._searcher.index.has(key):
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
@@ -73,7 +71,7 @@ class Service:
 
         try:
             return await self._found(self._searcher.by_key, read, k)
-        except DistapError as error:  # an index of its kind has no descriptors
+        except DistapError as error:  # this kind of index has no descriptors
             raise RefusedError(422, "bad_request", str(error)) from error
 
     async def picture(self, row: int) -> bytes:
@@ -89,8 +87,9 @@ class Service:
     async def _found(
         self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[T]], k: int
     ) -> list[Hit]:
-        """Search in a thread for the query that `read` returns, which takes a place in the queue
-        once it is here.
+        """Search in a thread for the query that `read` returns.
+
+        It takes a place in the queue once it has arrived.
         """
         loop = asyncio.get_running_loop()
         seconds = self.settings.timeout_seconds
@@ -99,8 +98,7 @@ class Service:
         self._require_place()
         future = self._threads.submit(search, query, k)
         self.under_way += 1
-        # A thread cannot be interrupted, so a search that takes too long keeps its place until it
-        # ends.
+        # A thread cannot be interrupted: a search that takes too long keeps its place to its end.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
@@ -114,9 +112,9 @@ class Service:
             raise
 
     def _require_place(self) -> None:
-        most = self.settings.threads + self.settings.queue
-        if self.under_way >= most:
-            raise busy(f"{most} searches are under way already")
+        limit = self.settings.threads + self.settings.queue
+        if self.under_way >= limit:
+            raise busy(f"{limit} searches are under way already")
 
     def _leave(self) -> None:
         self.under_way -= 1
@@ -147,7 +145,7 @@ def build_app(service: Service) -> FastAPI:
     _add_searches(app, service)
 
     async def ready() -> dict[str, str]:
-        """Report that index and network are loaded, without which the server answers nothing."""
+        """Report that the index and the network are loaded."""
         return {"status": "ready"}
 
     for path in HEALTH_PATHS:
@@ -161,17 +159,20 @@ def build_app(service: Service) -> FastAPI:
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
-    *others, last = readable_formats()
-    formats = f"{', '.join(others)} or {last}"
-
     def add(path: str, content: str | bytes, media_type: str) -> None:
         async def asset() -> Response:
             return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
         app.add_api_route(path, asset, include_in_schema=False)
 
-    values = {"title": "Search by image", "formats": formats, "max_k": service.settings.max_k}
-    add("/", page_text("serve.html", **values), "text/html")
+    *first, last = readable_formats()
+    page = page_text(
+        "serve.html",
+        title="Search by image",
+        formats=f"{', '.join(first)} or {last}",
+        max_k=service.settings.max_k,
+    )
+    add("/", page, "text/html")
     add("/style.css", page_text("style.css"), "text/css")
     add("/search.js", page_asset("serve.js"), "text/javascript")
     add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")
@@ -179,18 +180,20 @@ def build_app(service: Service) -> FastAPI:
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    most = service.settings.max_k
-    usual = min(10, most)
-    wanted = Annotated[int, Query(ge=1, le=most, description="Images to find.")]
+    max_k = service.settings.max_k
+    default_k = min(10, max_k)
+    K = Annotated[int, Query(ge=1, le=max_k, description="Images to find.")]
 
     def answer(hits: list[Hit]) -> SearchAnswer:
-        ranked = enumerate(hits, 1)
         return SearchAnswer(
-            hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked]
+            hits=[
+                HitAnswer(**hit._asdict(), rank=rank, picture=f"/images/{hit.row}")
+                for rank, hit in enumerate(hits, 1)
+            ]
         )
 
     @app.post("/api/search", openapi_extra=UPLOAD)
-    async def search_by_image(request: Request, k: wanted = usual) -> SearchAnswer:
+    async def search_by_image(request: Request, k: K = default_k) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
             read = partial(uploads.read_upload, request, service.settings, service.arrivals)
@@ -202,7 +205,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/api/search")
     async def search_by_key(
         key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
-        k: wanted = usual,
+        k: K = default_k,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
         return answer(await service.by_key(key, k))
@@ -223,15 +226,13 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = [f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()]
-        return RefusedError(422, "bad_request", "; ".join(wrong)).answer()
+        problems = [f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors()]
+        return RefusedError(422, "bad_request", "; ".join(problems)).answer()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        message = (
-            f"{error.detail}: {uploads.UPLOAD_HELP}"
-            if error.status_code == 400
-            else str(error.detail)
-        )
+        message = str(error.detail)
+        if error.status_code == 400:
+            message += f": {uploads.UPLOAD_HELP}"
         reason = "not_found" if error.status_code == 404 else "bad_request"
         return RefusedError(error.status_code, reason, message, error.headers).answer()

@@ -19,7 +19,7 @@ from distap.errors import DistapError
 
 BACKLOG = 128  # connections that the system accepts before the server does
 ACCEPTED_AT_ONCE = 16  # of them by the server
-MOST_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000
 OTHER_FILES = 100  # of the index, shards, decoders and libraries
 RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: wait for 0 s
 
@@ -28,25 +28,23 @@ RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: wait for 0 s
 class Connections:
     """The connections of a server, and the seconds for which it waits for a client.
 
-    Above `most`, the one that has waited longest for its client is closed, so that newcomers such
-    as probes are answered, however many connections a stranger holds. Those whose bodies arrive
-    come last.
+    Above `limit`, the connection that has waited longest for its client is closed, so that
+    newcomers such as probes get answers, however many connections a stranger holds. Connections
+    whose bodies arrive come last.
     """
 
-    most: int
+    limit: int
     body_seconds: float  # from the end of a header to the end of the body
     answer_seconds: float = 5.0  # after these, in which a body that is too slow is answered
-    # from the start of a connection, or its last answer, to the end of the next header
+    # From the start of a connection, or its last answer, to the end of the next header.
     header_seconds: float = 10.0
-    # for reading some of an answer that does not fit into the system's buffers
+    # For reading some of an answer that does not fit into the system's buffers.
     unread_seconds: float = 10.0
     waiting: dict["Connection", None] = field(default_factory=dict)  # the longest first
 
     def make_room(self) -> None:
-        longest = next(iter(self.waiting))
-        next(
-            (connection for connection in self.waiting if connection.awaited != "body"), longest
-        ).drop()
+        idle = (connection for connection in self.waiting if connection.awaited != "body")
+        next(idle, next(iter(self.waiting))).drop()
 
 
 class Connection(H11Protocol):
@@ -59,7 +57,7 @@ class Connection(H11Protocol):
     def __init__(self, all_connections: Connections, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._all = all_connections
-        # what the client has to do; None if it is the server's turn
+        # What the client has to do; None if it is the server's turn.
         self.awaited: str | None = None
         self._since = 0.0
         self._received = 0
@@ -68,7 +66,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._update()
-        if len(self.connections) > self._all.most:
+        if len(self.connections) > self._all.limit:
             self._all.make_room()
 
     def data_received(self, data: bytes) -> None:
@@ -93,8 +91,9 @@ class Connection(H11Protocol):
         self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, unless an answer to it has begun; uvicorn would log two answers
-        as a failure.
+        """Refuse a request that is no HTTP, unless an answer to it has begun.
+
+        uvicorn would log two answers as a failure.
         """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.drop()
@@ -105,9 +104,7 @@ class Connection(H11Protocol):
         super().send_400_response(msg)
 
     def drop(self) -> None:
-        """Close the connection at once; the system would go on to keep what its client has not
-        read.
-        """
+        """Close the connection at once, and drop the bytes that its client has not read."""
         self._stop_waiting()
         self.transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, RESET
@@ -117,8 +114,7 @@ class Connection(H11Protocol):
     def _update(self) -> None:
         """Start or end the client's time when the turn changes."""
         awaited = self._what_is_awaited()
-        # in which it is until it is closed
-        if awaited == self.awaited or self not in self.connections:
+        if awaited == self.awaited or self not in self.connections:  # the latter: it is closed
             return
         self._stop_waiting()
         if awaited is not None:
@@ -161,19 +157,26 @@ class Connection(H11Protocol):
 
 
 def connections_within_files(settings: ServeSettings) -> int:
-    """Return the number of connections for which the process may open files, after raising its soft
-    limit.
+    """Return the number of connections for which the process may open files.
+
+    Raise the soft limit of open files for them.
+
+    Raises:
+        DistapError: the hard limit leaves no files for connections.
     """
     uploads = settings.threads + settings.queue
-    accepted = 3 * ACCEPTED_AT_ONCE  # asyncio tells of a connection two rounds after it accepted it
-    others = uploads + accepted + OTHER_FILES
+    accepted = 3 * ACCEPTED_AT_ONCE  # asyncio reports a connection two rounds after it accepted it
+    other_files = uploads + accepted + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = MOST_CONNECTIONS + others
+    files = MAX_CONNECTIONS + other_files
     if hard != resource.RLIM_INFINITY:
         files = min(files, hard)
-    if files <= others:
-        problem = f"the limit of {hard:,} open files leaves none for connections"
-        raise DistapError(f"{problem}: raise it above {others:,} (`ulimit -n`), or lower --queue")
+    if files <= other_files:
+        raise DistapError(
+            "serve.too_few_files",
+            f"the limit of {hard:,} open files leaves none for connections: raise it above"
+            f" {other_files:,} (`ulimit -n`), or lower --queue",
+        )
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return files - others
+    return files - other_files

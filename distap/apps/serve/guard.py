@@ -1,6 +1,4 @@
-"""Middleware around every request: security headers, Prometheus metrics, and no traceback to a
-client.
-"""
+"""Middleware around every request: security headers, metrics, and no traceback to clients."""
 
 import platform
 import socket
@@ -82,10 +80,9 @@ class Guard:
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
         self._app = app
         self._metrics = metrics
-        own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host_in_url
-        self._trusting = TrustedHostMiddleware(
-            app, [*own, *(settings.allowed_host or ())], www_redirect=False
-        )
+        hosts = ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host_in_url]
+        hosts += settings.allowed_host or ()
+        self._trusting = TrustedHostMiddleware(app, hosts, www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()

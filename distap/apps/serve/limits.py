@@ -59,7 +59,9 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in self.allowed_host or ():
             if "*" in name.removeprefix("*.") and name != "*":
-                raise DistapError(f"--allowed-host {name}: expected a name, *.DOMAIN, or * for any")
+                raise DistapError(
+                    "serve.host", f"--allowed-host {name}: expected a name, *.DOMAIN, or * for any"
+                )
 
     @property
     def host_in_url(self) -> str:
@@ -67,9 +69,7 @@ class ServeSettings:
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def pixels_of(self, maker: "DescribedBy") -> int:
-        """Return the most pixels that an upload may have, given how the gallery's images were
-        described.
-        """
+        """Return the maximum number of pixels of an upload, for a gallery described like this."""
         if self.max_pixels is not None:
             return self.max_pixels
         if maker.sizing == "original":
@@ -78,7 +78,5 @@ class ServeSettings:
 
 
 def seconds_to_arrive(received: int, longest: float) -> float:
-    """Return the seconds that a body may take, given the bytes of it that are here; `longest`
-    bounds it.
-    """
+    """Return the seconds, at most `longest`, that a body of which bytes are received may take."""
     return min(longest, FIRST_SECONDS + received / LEAST_SPEED)

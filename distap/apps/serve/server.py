@@ -27,7 +27,9 @@ try:
         connections_within_files,
     )
 except ImportError as error:
-    raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
+    raise DistapError(
+        "package.missing", f"serving needs {error.name}: pip install 'distap[serve]'"
+    ) from error
 
 
 def serve(
@@ -39,22 +41,24 @@ def serve(
     best: bool,
     trust: bool = False,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the
-    arguments.
+    """Answer requests until SIGTERM or SIGINT.
+
+    `open_searcher` and `open_thumbnails` explain the arguments.
     """
     world = World(device=device_of(0))
-    with listening(settings) as listener:  # before all that takes long, since the port may be taken
+    with listening(
+        settings
+    ) as listener:  # first, since loading takes long and the port may be taken
         set_up_logging(world.rank)
-        # A client's mistakes are counted in the metrics; a line for each would let anyone fill the
-        # log.
+        # The metrics count a client's mistakes; a line for each would let anyone fill the log.
         for name in ("python_multipart", "uvicorn.error"):
             logging.getLogger(name).setLevel(logging.ERROR)
         connections = Connections(connections_within_files(settings), settings.timeout_seconds)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
-        held = f"{len(searcher.index):,} images of {searcher.index.data}"
-        where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
-        console.print(f"serving {held} on {where}", markup=False)
+        url = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
+        images_served = f"{len(searcher.index):,} images of {searcher.index.data}"
+        console.print(f"serving {images_served} on {url}", markup=False)
         try:
             server = server_of(service, connections)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
@@ -72,16 +76,19 @@ def listening(settings: ServeSettings) -> socket.socket:
             (settings.host, settings.port), family=family, backlog=BACKLOG
         )
     except OSError as error:
-        problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
-        raise DistapError(f"{problem}; choose another --host or --port") from error
-    # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait
-    # for 40 ms.
+        raise DistapError(
+            "serve.cannot_listen",
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; choose"
+            " another --host or --port",
+        ) from error
+    # Connections inherit this, without which answers wait for 40 ms. asyncio sets it on its own
+    # sockets only.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def server_of(service: Service, connections: Connections) -> uvicorn.Server:
-    """Return a server whose connections wait for their clients as `connections` says."""
+    """Return a server whose connections wait for their clients within limits."""
     return _Server(
         uvicorn.Config(
             build_app(service),
@@ -102,15 +109,14 @@ def server_of(service: Service, connections: Connections) -> uvicorn.Server:
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with our own backlog, since asyncio takes uvicorn's for the number accepted at
-        once too.
-        """
+        """Listen with our own backlog: asyncio takes uvicorn's for the number accepted at once."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Finish the requests under way; uvicorn's own handler would then end the process by the
-        signal.
+        """Finish the requests under way.
+
+        uvicorn's own handler would then end the process by the signal.
         """
         self.should_exit = True

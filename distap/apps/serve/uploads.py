@@ -1,6 +1,4 @@
-"""Read the image of a request, and decode it in a process of its own, within limits of size, time
-and memory.
-"""
+"""Read the image of a request; decode it in another process, with limits of time and memory."""
 
 import asyncio
 import multiprocessing
@@ -31,39 +29,40 @@ from starlette.types import Message
 from torch import Tensor
 
 from distap.apps.serve.limits import FIRST_SECONDS, LEAST_SPEED, ServeSettings, seconds_to_arrive
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_file
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
 from distap.errors import logger
 
-# next to the image
-FIELDS = 4
+FIELDS = 4  # of the form, next to the image
 FIELD_BYTES = 1_000
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
-UPLOAD_PROBLEMS = (  # the reasons of refused uploads
-    *(
-        "bad_request",
-        "busy",
-        "damaged",
-        "disk_full",
-        "empty",
-        "failed",
-        "missing_field",
-        "not_multipart",
-    ),
-    *("slow", "too_large", "too_many_pixels", "unknown_format"),
+# The reasons of refused uploads.
+UPLOAD_PROBLEMS = (
+    "bad_request",
+    "busy",
+    "damaged",
+    "disk_full",
+    "empty",
+    "failed",
+    "missing_field",
+    "not_multipart",
+    "slow",
+    "too_large",
+    "too_many_pixels",
+    "unknown_format",
 )
-OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
+# The words of libraries when memory ran out.
+OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)
 CONTEXT = multiprocessing.get_context("forkserver")
-# what decoders need, and no network
+# The modules of a decoder, without the network.
 CONTEXT.set_forkserver_preload([__name__, "torchvision.transforms.v2"])
 
 
 class RefusedError(Exception):
-    """Raised to refuse a request with an HTTP status, a reason for programs, and a message for a
-    person.
-    """
+    """Refuses a request with an HTTP status, a reason for programs and a message for a person."""
 
     def __init__(
         self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None
@@ -90,26 +89,28 @@ def refused_image(error: DamagedImageError) -> RefusedError:
         )
     is_unknown = isinstance(error.__cause__, UnidentifiedImageError) and error.reason != "truncated"
     if is_unknown or isinstance(error, NoReaderError):
-        expected = f"send one of {', '.join(readable_formats())}"
-        return RefusedError(415, "unknown_format", f"this is no image that can be read: {expected}")
+        return RefusedError(
+            415,
+            "unknown_format",
+            f"this is no image that can be read: send one of {', '.join(readable_formats())}",
+        )
     return RefusedError(
         400, "damaged", f"the image is damaged ({error}): save it again and send it whole"
     )
 
 
 class Arrivals:
-    """The uploads that arrive: as many at a time as searches may run and wait, and none for too
-    long.
+    """The uploads that arrive: as many at a time as searches may run and wait, none for too long.
 
     When there are too many, the slowest is given up if it arrives at less than the least speed, so
-    that a stranger cannot hold the places; otherwise the new one is told to come again.
+    that a stranger cannot hold the places; otherwise the new one is refused as busy.
     """
 
     def __init__(self, settings: ServeSettings, require_place: Callable[[], None]) -> None:
         self._require_place = require_place  # raises a RefusedError if no search may wait
         self._longest = settings.timeout_seconds
-        self._most = settings.threads + settings.queue
-        # until when each has time by the least speed
+        self._limit = settings.threads + settings.queue
+        # Until when each upload has time by the least speed.
         self._latest: dict[asyncio.Timeout, float] = {}
 
     @asynccontextmanager
@@ -127,7 +128,7 @@ class Arrivals:
             self._latest[deadline] = started + FIRST_SECONDS
 
             def note(received: int, is_whole: bool) -> None:
-                # many may have arrived at once, and to parse them in vain takes time from searches
+                # Many may have arrived at once; parsing them in vain takes time from searches.
                 if is_whole:
                     self._require_place()
                 if deadline in self._latest:  # otherwise it is given up
@@ -140,11 +141,11 @@ class Arrivals:
                 self._latest.pop(deadline, None)
 
     def _make_room(self, now: float) -> None:
-        if len(self._latest) < self._most:
+        if len(self._latest) < self._limit:
             return
         slowest = min(self._latest, key=self._latest.__getitem__)
         if self._latest[slowest] > now + FIRST_SECONDS - 1.0:  # it is behind by less than a second
-            raise busy(f"{self._most} uploads arrive already")
+            raise busy(f"{self._limit} uploads arrive already")
         del self._latest[slowest]
         slowest.reschedule(now)
 
@@ -180,9 +181,11 @@ async def read_upload(request: Request, settings: ServeSettings, arrivals: Arriv
             400, "bad_request", f"the form is in no charset that can be read: {error}"
         ) from error
     except TimeoutError as error:
-        fast = f"within {settings.timeout_seconds:g} s, and {LEAST_SPEED:,} bytes of it a second"
         raise RefusedError(
-            408, "slow", f"the upload did not arrive {fast}: send a smaller image"
+            408,
+            "slow",
+            f"the upload did not arrive within {settings.timeout_seconds:g} s, and"
+            f" {LEAST_SPEED:,} bytes of it a second: send a smaller image",
         ) from error
     except OSError as error:
         logger.error(
@@ -252,11 +255,11 @@ class Decoders:
         """
         pool = self._idle.get()
         try:
-            for _ in range(2):  # a process may have been killed before, by others
+            for _ in range(2):  # others may have killed a process before
                 try:
                     answer = pool.submit(_decoded, self._job, data).result()
                 except BrokenProcessPool:
-                    # if that fails, the next upload tries it again
+                    # If starting fails, the next upload tries it again with the broken pool.
                     broken, pool = pool, self._started()
                     broken.shutdown()
                     continue
@@ -265,8 +268,11 @@ class Decoders:
                 return torch.from_numpy(answer)
         finally:
             self._idle.put(pool)
-        most = f"{self._job.seconds:g} s or {self._job.memory_bytes:,} bytes of memory"
-        raise refused_image(DamagedImageError("too_large", f"decoding it takes more than {most}"))
+        problem = (
+            f"decoding it takes more than {self._job.seconds:g} s or"
+            f" {self._job.memory_bytes:,} bytes of memory"
+        )
+        raise refused_image(DamagedImageError("too_large", problem))
 
     def close(self) -> None:
         while not self._idle.empty():
@@ -279,8 +285,9 @@ class Decoders:
 
 
 def _prepare(job: DecodingJob) -> None:
-    """Make this process a decoder, within the job's memory, that ends with the server and by no
-    signal to all.
+    """Make this process a decoder, within the job's memory.
+
+    It ends with the server, but not by a signal to the whole process group.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -290,7 +297,7 @@ def _prepare(job: DecodingJob) -> None:
     readable_formats()
     job(image_file(torch.zeros(3, 9, 9, dtype=torch.uint8)))  # the first takes longer
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries write there about bad images
-    if sys.platform == "linux":  # others do not tell what a process has
+    if sys.platform == "linux":  # the only one that shows the memory of a process
         held = re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())
         assert held is not None
         limit = 1024 * int(held[1]) + job.memory_bytes
@@ -299,7 +306,7 @@ def _prepare(job: DecodingJob) -> None:
 
 def _decoded(job: DecodingJob, data: bytes) -> NDArray[Any] | tuple[int, str, str]:
     """Return pixels, or the arguments of a RefusedError; end this process if a limit is reached."""
-    # the system ends the process, also within a library
+    # SIGALRM ends the process, also within a library.
     signal.setitimer(signal.ITIMER_REAL, job.seconds)
     try:
         return job(data).numpy()

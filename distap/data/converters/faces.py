@@ -1,16 +1,26 @@
-"""Converters of faces: VGGFace2 and IJB-C, whose faces are cut out by their bounding boxes when
-they are packed.
+"""Converters of faces: VGGFace2 and IJB-C.
+
+Packing cuts the faces out by their bounding boxes.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, read_table
+from distap.data.converters.dataset import (
+    DATASETS,
+    Count,
+    Dataset,
+    Images,
+    Split,
+    Truth,
+    ground_truth,
+    read_table,
+)
+from distap.data.images.boxes import Box
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
-from distap.data.sizing import Box
 
 # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
 EXTENDED = 1.3
@@ -28,26 +38,23 @@ SIGHTING = (
 
 def _extended(line: ListLine, first: int) -> Box:
     """Return the extended box of four cells: left, top, width and height."""
-    left, top, width, height = map(float, line.cells[first : first + 4])
+    cells = line.cells[first : first + 4]
+    left, top, width, height = map(float, cells)
     if not (0 < width < 1e6 and 0 < height < 1e6 and abs(left) + abs(top) < 1e6):
-        raise line.wrong(
-            f"expected left, top, width and height, not {line.cells[first : first + 4]}"
-        )
-    more = (EXTENDED - 1) / 2
-    corners = (
-        left - more * width,
-        top - more * height,
-        left + (1 + more) * width,
-        top + (1 + more) * height,
+        raise line.wrong(f"expected left, top, width and height, not {cells}")
+    margin = (EXTENDED - 1) / 2
+    return (
+        round(left - margin * width),
+        round(top - margin * height),
+        round(left + (1 + margin) * width),
+        round(top + (1 + margin) * height),
     )
-    return tuple(map(round, corners))  # type: ignore[return-value]
 
 
-def _vgg_faces(source: Path, file: Path) -> Iterator[ImageFile]:
+def _vgg_faces(source: Path, file: Path) -> Images:
     for line in read_table(file, ("NAME_ID", "X", "Y", "W", "H"), ","):
-        name = line.cells[0]
-        path = line.path(source / file.stem.removeprefix("loose_bb_"), f"{name}.jpg")
-        yield ImageFile(path, name.split("/")[0], box=_extended(line, 1))
+        path = line.path(source / file.stem.removeprefix("loose_bb_"), f"{line[0]}.jpg")
+        yield ImageFile(path, line[0].split("/")[0], box=_extended(line, 1))
 
 
 DATASETS["vggface2"] = Dataset(  # Cao et al. 2018
@@ -66,44 +73,38 @@ class _Face(NamedTuple):
 
 def _faces(file: Path) -> Iterator[_Face]:
     """Yield the faces of known identities that are seen in enough images and videos."""
-    found = defaultdict[str, list[_Face]](list)
+    faces_of = defaultdict[str, list[_Face]](list)
     for line in read_table(file, SIGHTING, ","):
         subject, name, sighting = line.cells[:3]
         if subject.lower() not in ("", "nan"):
             face = f"{name} {subject}"
             instance = f"{subject}/{sighting}" if name.startswith("frames/") else face
-            found[subject].append(_Face(line, subject, instance, face))
-    for own in found.values():
-        if len({face.instance for face in own}) >= FEWEST_INSTANCES:
-            yield from own
+            faces_of[subject].append(_Face(line, subject, instance, face))
+    for faces in faces_of.values():
+        if len({face.instance for face in faces}) >= FEWEST_INSTANCES:
+            yield from faces
 
 
-def _ijb_c(source: Path, file: Path) -> Iterator[ImageFile]:
+def _ijb_c(source: Path, file: Path) -> Images:
     for face in _faces(file):
-        yield ImageFile(
-            face.line.path(source / "images", face.line.cells[1]),
-            face.name,
-            box=_extended(face.line, 3),
-        )
+        path = face.line.path(source / "images", face.line[1])
+        yield ImageFile(path, face.name, box=_extended(face.line, 3))
 
 
-def _same_subject(file: Path) -> dict[str, Any]:
-    """Return the truth of IJB-C: every instance is a query, for which the others of its subject are
-    right.
-    """
-    instances = defaultdict[str, list[str]](list)
-    subjects = defaultdict[str, dict[str, None]](dict)
+def _same_subject(file: Path) -> Truth:
+    """Return the truth of IJB-C: each instance is a query for the others of its subject."""
+    faces_of = defaultdict[str, list[str]](list)
+    instances_of = defaultdict[str, dict[str, None]](dict)
     for face in _faces(file):
-        subjects[face.subject][face.instance] = None
+        instances_of[face.subject][face.instance] = None
         if face.instance != face.name:
-            instances[face.instance].append(face.name)
+            faces_of[face.instance].append(face.name)
     queries = [
-        {"name": name, "positives": [other for other in own if other != name]}
-        for own in subjects.values()
-        for name in own
+        {"name": name, "positives": [other for other in instances if other != name]}
+        for instances in instances_of.values()
+        for name in instances
     ]
-    about = {"dataset": "ijb-c", "figures": ["mAP", "R@1"], "query": ["test"], "gallery": ["test"]}
-    return {**about, "instances": instances, "queries": queries}
+    return ground_truth("ijb-c", ["mAP", "R@1"], queries, "test", "test", instances=faces_of)
 
 
 # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020

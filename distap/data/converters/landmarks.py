@@ -3,10 +3,18 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
-from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_table
+from distap.data.converters.dataset import (
+    DATASETS,
+    Count,
+    Dataset,
+    Images,
+    Split,
+    Truth,
+    ground_truth,
+    read_table,
+)
 from distap.data.labels import class_name
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
@@ -19,7 +27,7 @@ USAGES = ("Public", "Private", "Ignored")
 FOLDERS = ("", "metadata", "ground_truth")
 
 
-def _images(source: Path, file: Path) -> Iterator[ImageFile]:
+def _images(source: Path, file: Path) -> Images:
     """Yield the images of a list with web address, landmark and box per image."""
     for line in read_lines(file):
         if len(line.cells) not in (2, 6):
@@ -31,17 +39,16 @@ def _images(source: Path, file: Path) -> Iterator[ImageFile]:
 
 def _path(line: ListLine, source: Path) -> Path:
     """Return an image's path: `wget --force-directories` stores a file under its address."""
-    name = line.cells[0]
+    name = line[0]
     if "://" not in name:
         return line.path(source, name)
-    found = ADDRESS.fullmatch(name)
-    if found is None:
+    address = ADDRESS.fullmatch(name)
+    if address is None:
         raise line.wrong(f"{name[:200]!r} is no address of an image on the web")
-    as_listed = line.path(source / "images", found[1])
-    decoded = unquote(found[1])
-    if decoded.isprintable() and (path := line.path(source / "images", decoded)).is_file():
-        return path
-    return as_listed
+    listed = line.path(source / "images", address[1])
+    decoded = unquote(address[1])
+    path = line.path(source / "images", decoded) if decoded.isprintable() else listed
+    return path if path.is_file() else listed
 
 
 DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
@@ -51,51 +58,43 @@ DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of
 )
 
 
-def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the cleaned training set from a list with one landmark per line and spaces between
-    images.
-    """
+def _clean(source: Path, file: Path) -> Images:
+    """Yield the cleaned training set: a landmark per line, and spaces between images."""
     for line in read_table(file, ("landmark_id", "images"), ","):
         landmark = str(line.integer(0, "landmark"))
-        for name in line.cells[1].split():
+        for name in line[1].split():
             yield _google(line, source / "train", name, landmark)
 
 
-def _unlabelled(source: Path, file: Path) -> Iterator[ImageFile]:
+def _unlabelled(source: Path, file: Path) -> Images:
     for line in read_table(file, ("id",), ","):
-        yield _google(line, source / file.stem, line.cells[0])
+        yield _google(line, source / file.stem, line[0])
 
 
-def _queries(source: Path, file: Path) -> Iterator[ImageFile]:
+def _queries(source: Path, file: Path) -> Images:
     for line in _solutions(file):
-        yield _google(line, source / "test", line.cells[0])
+        yield _google(line, source / "test", line[0])
 
 
-def _ground_truth(file: Path) -> dict[str, Any]:
+def _ground_truth(file: Path) -> Truth:
     queries = []
     for line in _solutions(file):
-        name, *positives = (
-            _identifier(line, each) for each in (line.cells[0], *line.cells[1].split())
-        )
-        queries.append({"name": name, "part": line.cells[2], "positives": positives})
-    return ground_truth(queries, "index", dataset="gldv2", figures=OF_LANDMARKS)
+        name, *positives = (_identifier(line, name) for name in (line[0], *line[1].split()))
+        queries.append({"name": name, "part": line[2], "positives": positives})
+    return ground_truth("gldv2", OF_LANDMARKS, queries, gallery="index")
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:
-    """Yield the lines of test images that count: most are ignored, since they show no landmark of
-    the index.
-    """
+    """Yield the lines of test images that show a landmark of the index; most show none."""
     for line in read_table(file, ("id", "images", "Usage"), ","):
-        if line.cells[2] not in USAGES:
-            raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
-        if line.cells[2] != "Ignored":
+        if line[2] not in USAGES:
+            raise line.wrong(f"usage {line[2][:60]!r}, expected one of {', '.join(USAGES)}")
+        if line[2] != "Ignored":
             yield line
 
 
 def _google(line: ListLine, folder: Path, name: str, landmark: str = "") -> ImageFile:
-    """Return an image of a landmark; otherwise it is a class of its own, by the name that the
-    ground truth uses.
-    """
+    """Return an image of a landmark; without one, it is a class of its own, called by its name."""
     return ImageFile(folder.joinpath(*_identifier(line, name)[:3], f"{name}.jpg"), landmark or name)
 
 
@@ -113,10 +112,8 @@ DATASETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of gro
 )
 
 
-def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the cleaned images of landmarks that have a hierarchical label, with it as their
-    coarser class.
-    """
+def _in_hierarchy(source: Path, file: Path) -> Images:
+    """Yield the cleaned images of landmarks with a hierarchical label, their coarser class."""
     columns = (
         "landmark_id",
         "category",
@@ -125,7 +122,7 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
         "natural_or_human_made",
     )
     listed = read_table(file.with_name("train_label_to_hierarchical.csv"), columns, ",")
-    labels = {line.cells[0]: class_name(line.cells[3]) for line in listed}
+    labels = {line[0]: class_name(line[3]) for line in listed}
     for image in _clean(source, file):
         label = labels.get(image.class_name)
         if label:

@@ -1,26 +1,29 @@
-"""Converters of metric learning: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID,
-In-shop and DyML.
-"""
+"""Converters of metric learning: SOP, CUB, Cars, iNaturalist, VehicleID, In-shop and DyML."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, read_objects, read_table
+from distap.data.converters.dataset import (
+    DATASETS,
+    Count,
+    Dataset,
+    Images,
+    Split,
+    read_objects,
+    read_table,
+)
+from distap.data.labels import Levels
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
 
 
-def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
+def _stanford(source: Path, file: Path) -> Images:
     for line in read_table(file, ("image_id", "class_id", "super_class_id", "path")):
-        path = line.path(source, line.cells[3])
+        path = line.path(source, line[3])
         # Super-classes are numbers in the list, but the folders have their names: bicycle_final.
-        yield ImageFile(
-            path,
-            str(line.integer(1, "class")),
-            (line.cells[3].split("/")[0].removesuffix("_final"),),
-        )
+        super_class = line[3].split("/")[0].removesuffix("_final")
+        yield ImageFile(path, str(line.integer(1, "class")), (super_class,))
 
 
 DATASETS["sop"] = Dataset(  # Song et al. 2016
@@ -29,19 +32,18 @@ DATASETS["sop"] = Dataset(  # Song et al. 2016
 )
 
 
-def _cub(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
+def _cub(source: Path, file: Path, classes: range) -> Images:
     names = _by_number(source / "classes.txt", "class_name")
     labels = _by_number(source / "image_class_labels.txt", "class_id")
     for line in read_table(file, ("image_id", "image_name"), heading=0):
         label = int(labels[line.integer(0, "image")])
         if label in classes:
-            yield ImageFile(line.path(source / "images", line.cells[1]), names[label])
+            yield ImageFile(line.path(source / "images", line[1]), names[label])
 
 
 def _by_number(file: Path, column: str) -> dict[int, str]:
     return {
-        line.integer(0, "number"): line.cells[1]
-        for line in read_table(file, ("id", column), heading=0)
+        line.integer(0, "number"): line[1] for line in read_table(file, ("id", column), heading=0)
     }
 
 
@@ -52,29 +54,32 @@ DATASETS["cub"] = Dataset(
 )
 
 
-def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
-    """Yield the images of these classes from the list in MATLAB's format, whose errors name places
-    as lines.
+def _cars(source: Path, file: Path, classes: range) -> Images:
+    """Yield the images of these classes from the list in MATLAB's format.
+
+    Errors name places in it as lines.
     """
     try:
         from scipy.io import loadmat
     except ImportError as error:
         raise DistapError(
-            f"{file}: reading a MATLAB file needs scipy: pip install scipy"
+            "package.missing", f"{file}: reading a MATLAB file needs scipy: pip install scipy"
         ) from error
     try:
         listed = loadmat(file, squeeze_me=True, variable_names=["annotations"])["annotations"]
         rows = list(zip(listed["relative_im_path"], listed["class"], strict=True))
     except Exception as error:  # scipy raises many kinds for a damaged file
         raise DistapError(
-            f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}"
+            "data.wrong_list",
+            f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}",
         ) from error
     for place, row in enumerate(rows, 1):
         line = ListLine(file, place, list(map(str, row)))
-        if not 1 <= (label := line.integer(1, "class")) <= 196:
+        label = line.integer(1, "class")
+        if not 1 <= label <= 196:
             raise line.wrong(f"class {label} is none of 1 to 196")
         if label in classes:
-            yield ImageFile(line.path(source, line.cells[0]), str(label))
+            yield ImageFile(line.path(source, line[0]), str(label))
 
 
 # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
@@ -87,27 +92,28 @@ DATASETS["cars-196"] = Dataset(
 TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]
 
 
-def _tree(file: Path) -> dict[str, tuple[str, ...]]:
-    """Return genus to kingdom by the number of a species, with all above it: a plant and an animal
-    share a genus.
+def _tree(file: Path) -> dict[str, Levels]:
+    """Return genus to kingdom by the number of a species.
+
+    Each is named with all above it, since a plant and an animal share a genus.
     """
-    listed = read_objects(file, "id", *TAXA)
     return {
-        str(number): tuple("/".join(map(str, path[:end])) for end in range(6, 0, -1))
-        for number, *path in listed
+        str(number): tuple("/".join(map(str, taxa[:end])) for end in range(len(TAXA), 0, -1))
+        for number, *taxa in read_objects(file, "id", *TAXA)
     }
 
 
-def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
+def _inaturalist(source: Path, file: Path) -> Images:
     tree = _tree(source / "categories.json") if (source / "categories.json").exists() else None
     for line in read_table(file, ("path",), heading=0):
-        path = line.path(source, line.cells[0])
-        parts = line.cells[0].split("/")
-        if len(parts) != 4 or not parts[2].isdigit():
+        path = line.path(source, line[0])
+        folders = line[0].split("/")
+        if len(folders) != 4 or not folders[2].isdigit():
             raise line.wrong(
-                f"{line.cells[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg"
+                f"{line[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg"
             )
-        yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
+        _, category, species, _ = folders
+        yield ImageFile(path, species, (category,) if tree is None else tree[species])
 
 
 # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
@@ -118,12 +124,10 @@ DATASETS["inaturalist"] = Dataset(
 )
 
 
-def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
+def _vehicle_id(source: Path, file: Path) -> Images:
     for line in read_table(file, ("image", "vehicle"), heading=0):
-        yield ImageFile(
-            source / "image" / f"{line.integer(0, 'image'):07d}.jpg",
-            str(line.integer(1, "vehicle")),
-        )
+        path = source / "image" / f"{line.integer(0, 'image'):07d}.jpg"
+        yield ImageFile(path, str(line.integer(1, "vehicle")))
 
 
 DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
@@ -144,10 +148,8 @@ IN_SHOP_COUNTS = {
 }
 
 
-def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
-    """Yield the images of a status. The list starts with a line of counts and a line of column
-    names.
-    """
+def _in_shop(source: Path, file: Path, status: str) -> Images:
+    """Yield the images of a status, from a list that starts with a line of counts."""
     folder = source / "Img" if (source / "Img").is_dir() else source
     groups: dict[str, str] = {}
     for line in read_table(file, IN_SHOP_COLUMNS, heading=2):
@@ -169,15 +171,16 @@ DATASETS["inshop"] = Dataset(  # Liu et al. 2016
 )
 
 
-def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the images of a list, whose first row follows the heading on its line: fname,
-    labels0.jpg, 17.
+def _dyml(source: Path, file: Path) -> Images:
+    """Yield the images of a list, whose first row follows the heading on its line.
+
+    That line is, for example, `fname,labels0.jpg,17`.
     """
     is_whole = file.stem == "label"
     heading = "fname,coarse_id,middle_id,fine_id" if is_whole else "fname,labels"
     folder = file.with_name("imgs" if is_whole else file.stem)
-    # Numbers of test classes are not those of the training set.
-    of = "" if file.parent.name == "train" else f"{file.parent.name}/"
+    # Test classes have numbers of their own.
+    prefix = "" if file.parent.name == "train" else f"{file.parent.name}/"
     for line in read_lines(file, ","):
         text = ",".join(line.cells)
         if line.number == 1 and not text.startswith(heading):
@@ -187,23 +190,19 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
             cells = row.split(",")
             if len(cells) != heading.count(",") + 1:
                 raise line.wrong(f"{len(cells)} columns, expected {heading!r}")
-            yield ImageFile(line.path(folder, cells[0]), of + cells[-1], tuple(cells[-2:0:-1]))
+            yield ImageFile(line.path(folder, cells[0]), prefix + cells[-1], tuple(cells[-2:0:-1]))
 
 
 def _dynamic(classes: int, **tests: str) -> Dataset:
-    lists = {"train": "train/label.csv", **tests}
-    splits = (
-        Split(name, file, _dyml, (Count(classes=classes),) * (name == "train"))
-        for name, file in lists.items()
-    )
-    return Dataset(*splits)
+    train = Split("train", "train/label.csv", _dyml, (Count(classes=classes),))
+    return Dataset(train, *(Split(name, file, _dyml) for name, file in tests.items()))
 
 
 # Sun et al. 2021; the numbers of classes are those of elias-ramzi/HAPPIER, happier/config/dataset.
 OF_LEVELS = {
-    f"{of}-{part}": f"bmk_{of}/{part}.csv"
-    for of in ("fine", "middle", "coarse")
-    for part in ("query", "gallery")
+    f"{level}-{split}": f"bmk_{level}/{split}.csv"
+    for level in ("fine", "middle", "coarse")
+    for split in ("query", "gallery")
 }
 DATASETS |= {
     "dyml-animal": _dynamic(495, **OF_LEVELS),

@@ -5,21 +5,25 @@ the truth names images one by one.
 """
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distap.data.converters.dataset import (
     DATASETS,
     Count,
     Dataset,
+    Images,
     Split,
+    Truth,
     ground_truth,
     read_objects,
 )
-from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.images.formats import FORMAT_BY_SUFFIX
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
@@ -35,37 +39,32 @@ PERSON = re.compile(r"(-1|\d{4,})_c(\d+)")  # identity and camera at the beginni
 UTM = re.compile(r"@(\d+(?:\.\d+)?)@(\d+(?:\.\d+)?)@")  # east and north
 
 
-def _listed(source: Path, file: Path) -> Iterator[ImageFile]:
+def _listed(source: Path, file: Path) -> Images:
     """Yield the images of a list of ILIAS, whose lines begin with a path."""
     for line in read_lines(file, ","):
-        yield ImageFile(line.path(source / "ilias_core", line.cells[0]), line.cells[0])
+        yield ImageFile(line.path(source / "ilias_core", line[0]), line[0])
 
 
-def _ilias(file: Path) -> dict[str, Any]:
-    positives = defaultdict[str, list[tuple[str, int]]](list)
+def _ilias(file: Path) -> Truth:
+    graded = defaultdict[str, tuple[list[str], list[int]]](lambda: ([], []))
     for line in read_lines(file.with_name("positive_ids.txt"), ","):
         try:
-            name = line.cells[0]
-            scale = float(line.cells[1])
-            clutter = int(line.cells[2])
+            scale = float(line[1])
+            clutter = int(line[2])
         except (IndexError, ValueError) as error:
             raise line.wrong("expected the path of an image, its scale and its clutter") from error
-        place = sum(scale >= bound for bound in SCALES), sum(clutter >= bound for bound in CLUTTERS)
-        positives[name.split("/")[0]].append((name, 1 + 4 * place[0] + place[1]))
+        names, grades = graded[line[0].split("/")[0]]
+        names.append(line[0])
+        # A grade for each pair of groups: 1 to 4 for the smallest scale, and so on.
+        grades.append(1 + 4 * bisect_right(SCALES, scale) + bisect_right(CLUTTERS, clutter))
     queries = []
     for line in read_lines(file, ","):
-        found = positives[line.cells[0].split("/")[0]]
-        names = [name for name, _ in found]
-        grades = [grade for _, grade in found]
-        queries.append({"name": line.cells[0], "positives": names, "grades": grades})
+        names, grades = graded[line[0].split("/")[0]]
+        queries.append({"name": line[0], "positives": names, "grades": grades})
     groups = {"": list(range(1, 17))}
-    groups |= {
-        f"scale {number + 1}": [1 + 4 * number + each for each in range(4)] for number in range(4)
-    }
-    groups |= {
-        f"clutter {number + 1}": [1 + 4 * each + number for each in range(4)] for number in range(4)
-    }
-    return ground_truth(queries, dataset="ilias", figures=["mAP@1000"], groups=groups)
+    groups |= {f"scale {n + 1}": list(range(1 + 4 * n, 5 + 4 * n)) for n in range(4)}
+    groups |= {f"clutter {n + 1}": list(range(1 + n, 17, 4)) for n in range(4)}
+    return ground_truth("ilias", ["mAP@1000"], queries, groups=groups)
 
 
 DATASETS["ilias"] = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
@@ -78,12 +77,15 @@ DATASETS["ilias"] = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are sh
 def _in_folder(folder: Path) -> Iterator[ListLine]:
     """Yield the images of a folder as the lines of a list."""
     if not folder.is_dir():
-        raise DistapError(f"{folder}: no such folder")
-    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
-    yield from (ListLine(folder, number, [name]) for number, name in enumerate(names, 1))
+        raise DistapError("data.missing", f"{folder}: no such folder")
+    names = sorted(
+        path.name for path in folder.iterdir() if path.suffix.lower() in FORMAT_BY_SUFFIX
+    )
+    for number, name in enumerate(names, 1):
+        yield ListLine(folder, number, [name])
 
 
-class Seen(NamedTuple):
+class Sighting(NamedTuple):
     """An image of a re-identification data set: who was seen, and by which camera."""
 
     line: ListLine
@@ -92,95 +94,108 @@ class Seen(NamedTuple):
     camera: str
 
 
-def _seen(file: Path) -> Iterator[Seen]:
-    """Yield the images of a folder or of a list, by their names; identity -1 marks images that do
-    not count.
+def _sightings(file: Path) -> Iterator[Sighting]:
+    """Yield the images of a folder or of a list, by their names.
+
+    Identity -1 marks images that do not count.
     """
+    if file.stem.startswith("list_"):
+        yield from _msmt_sightings(file)
+        return
     folder = file.stem.replace("name_", "image_")
     for line in _in_folder(file) if file.is_dir() else read_lines(file):
-        if file.stem.startswith("list_"):  # MSMT17: 0001/0001_000_07_0303morning_0020.jpg 1
-            parts = Path(line.cells[0]).stem.split("_")
-            if len(line.cells) != 2 or len(parts) < 3:
-                raise line.wrong(
-                    "expected the path of an image, such as 0001/0001_000_07_x.jpg, and its"
-                    " identity"
-                )
-            folder = "train" if file.stem in ("list_train", "list_val") else "test"
-            yield Seen(line, f"{folder}/{line.cells[0]}", line.cells[1], parts[2])
-        elif found := PERSON.match(line.cells[0]):
-            if found[1] != "-1":
-                yield Seen(line, f"{folder}/{line.cells[0]}", found[1], found[2])
-        else:
+        person = PERSON.match(line[0])
+        if not person:
+            raise line.wrong(f"{line[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg")
+        if person[1] != "-1":
+            yield Sighting(line, f"{folder}/{line[0]}", person[1], person[2])
+
+
+def _msmt_sightings(file: Path) -> Iterator[Sighting]:
+    """Yield the images of a list of MSMT17: 0001/0001_000_07_0303morning_0020.jpg 1."""
+    folder = "train" if file.stem in ("list_train", "list_val") else "test"
+    for line in read_lines(file):
+        words = Path(line[0]).stem.split("_")
+        if len(line.cells) != 2 or len(words) < 3:
             raise line.wrong(
-                f"{line.cells[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg"
+                "expected the path of an image, such as 0001/0001_000_07_x.jpg, and its identity"
             )
+        yield Sighting(line, f"{folder}/{line[0]}", line[1], words[2])
 
 
-def _people(source: Path, file: Path, by_identity: bool) -> Iterator[ImageFile]:
-    for each in _seen(file):
-        yield ImageFile(
-            each.line.path(source, each.name), each.identity if by_identity else each.name
-        )
+def _people(source: Path, file: Path) -> Images:
+    for seen in _sightings(file):
+        yield ImageFile(seen.line.path(source, seen.name), seen.identity)
 
 
-def _met_again(file: Path, gallery: str) -> dict[str, Any]:
-    """Return the truth of re-identification: by another camera an identity is right, by the same
-    one it is junk.
+def _images_of_people(source: Path, file: Path) -> Images:
+    for seen in _sightings(file):
+        yield ImageFile(seen.line.path(source, seen.name), seen.name)
+
+
+def _met_again(file: Path, gallery: str) -> Truth:
+    """Return the truth of re-identification.
+
+    Images of the same person are positives if another camera took them, and junk otherwise.
     """
-    by_identity = defaultdict[str, list[Seen]](list)
-    for each in _seen(file.with_name(gallery)):
-        by_identity[each.identity].append(each)
+    by_identity = defaultdict[str, list[Sighting]](list)
+    for seen in _sightings(file.with_name(gallery)):
+        by_identity[seen.identity].append(seen)
     queries = []
-    for query in _seen(file):
-        found = by_identity[query.identity]
-        same = [each.name for each in found if each.camera == query.camera]
-        positives = [each.name for each in found if each.camera != query.camera]
-        queries.append({"name": query.name, "positives": positives, "junk": same})
-    return ground_truth(queries, dataset="re-identification", figures=OF_PEOPLE)
+    for query in _sightings(file):
+        alike = by_identity[query.identity]
+        junk = [seen.name for seen in alike if seen.camera == query.camera]
+        positives = [seen.name for seen in alike if seen.camera != query.camera]
+        queries.append({"name": query.name, "positives": positives, "junk": junk})
+    return ground_truth("re-identification", OF_PEOPLE, queries)
 
 
 def _reidentification(lists: tuple[str, str, str], *counts: Count) -> Dataset:
     train, query, gallery = lists
-    own = partial(_people, by_identity=False)
-    splits = (
-        Split("train", train, partial(_people, by_identity=True), counts[:1]),
-        Split("query", query, own, counts[1:2], truth=partial(_met_again, gallery=gallery)),
-        Split("gallery", gallery, own, counts[2:]),
+    of_train, of_query, of_gallery = counts
+    truth = partial(_met_again, gallery=gallery)
+    return Dataset(
+        Split("train", train, _people, (of_train,)),
+        Split("query", query, _images_of_people, (of_query,), truth),
+        Split("gallery", gallery, _images_of_people, (of_gallery,)),
     )
-    return Dataset(*splits)
 
 
 # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
 DATASETS["market-1501"] = _reidentification(
     ("bounding_box_train", "query", "bounding_box_test"),
-    *(Count(12_936, 751), Count(3_368, 3_368), Count(15_913, 15_913)),
+    Count(12_936, 751),
+    Count(3_368, 3_368),
+    Count(15_913, 15_913),
 )
 DATASETS["msmt17"] = _reidentification(  # Wei et al. 2018
     ("list_train.txt", "list_query.txt", "list_gallery.txt"),
-    *(Count(30_248, 1_041), Count(11_659, 11_659), Count(82_161, 82_161)),
+    Count(30_248, 1_041),
+    Count(11_659, 11_659),
+    Count(82_161, 82_161),
 )
 DATASETS["veri-776"] = _reidentification(  # Liu et al. 2016
     ("name_train.txt", "name_query.txt", "name_test.txt"),
-    *(Count(37_778, 576), Count(1_678, 1_678), Count(11_579, 11_579)),
+    Count(37_778, 576),
+    Count(1_678, 1_678),
+    Count(11_579, 11_579),
 )
 
 
-def _views(source: Path, file: Path) -> Iterator[ImageFile]:
-    return (ImageFile(file / line.cells[0], line.cells[0]) for line in _in_folder(file))
+def _views(source: Path, file: Path) -> Images:
+    return (ImageFile(file / line[0], line[0]) for line in _in_folder(file))
 
 
-def _places(file: Path) -> dict[str, Any]:
+def _places(file: Path) -> Truth:
     """Return the truth of place recognition: names begin with @EAST@NORTH@, in metres of UTM."""
     positions: dict[str, tuple[float, float]] = {}
-    for folder in (file, file.with_name("database")):
-        for line in _in_folder(folder):
-            name = line.cells[0]
-            found = UTM.match(name)
-            if found is None:
-                raise line.wrong(f"{name!r}: expected @EAST@NORTH@....jpg")
-            positions[name] = float(found[1]), float(found[2])
-    queries = [{"name": line.cells[0]} for line in _in_folder(file)]
-    return ground_truth(queries, dataset="places", figures=OF_PLACES, positions=positions)
+    for line in chain(_in_folder(file), _in_folder(file.with_name("database"))):
+        position = UTM.match(line[0])
+        if position is None:
+            raise line.wrong(f"{line[0]!r}: expected @EAST@NORTH@....jpg")
+        positions[line[0]] = float(position[1]), float(position[2])
+    queries = [{"name": line[0]} for line in _in_folder(file)]
+    return ground_truth("places", OF_PLACES, queries, positions=positions)
 
 
 # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
@@ -196,30 +211,38 @@ OF_THEMSELVES = ("cars", "sop", "inat", "food2k", "rp2k")
 OF_AN_INDEX = ("inshop", "met", "gldv2")
 
 
-def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Iterator[ImageFile]:
-    """Yield the images of a split of some domains, each from a list as JSON, whose errors name
-    places as lines.
+def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Images:
+    """Yield the images of a split of some domains, each from a list as JSON.
+
+    Errors name places in it as lines.
     """
     for domain in domains:
         listed = file.parents[1] / domain / file.name
-        for number, (name, found) in enumerate(read_objects(listed, "path", "class_id"), 1):
+        for number, (name, label) in enumerate(read_objects(listed, "path", "class_id"), 1):
             path = ListLine(listed, number, []).path(source / "images", str(name))
             # A query with several landmarks has several classes.
-            classes = found if isinstance(found, list) else [found]
-            yield ImageFile(path, "|".join(f"{domain}/{one}" for one in classes))
+            labels = label if isinstance(label, list) else [label]
+            yield ImageFile(path, "|".join(f"{domain}/{label}" for label in labels))
 
 
-def _by_classes(_: Path) -> dict[str, Any]:
-    splits = {"query": ["test", "query"], "gallery": ["test", "index"]}
-    return {"dataset": "uned", "figures": ["mP@5/min", "R@1"], **splits}
+def _by_classes(_: Path) -> Truth:
+    return {
+        "dataset": "uned",
+        "figures": ["mP@5/min", "R@1"],
+        "query": ["test", "query"],
+        "gallery": ["test", "index"],
+    }
 
 
 def _of_domains(
-    name: str, file: str, domains: tuple[str, ...], *counts: Count, **more: Any
+    name: str,
+    file: str,
+    domains: tuple[str, ...],
+    count: Count,
+    truth: Callable[[Path], Truth] | None = None,
 ) -> Split:
-    return Split(
-        name, f"{domains[0]}/{file}.json", partial(_universal, domains=domains), counts, **more
-    )
+    images = partial(_universal, domains=domains)
+    return Split(name, f"{domains[0]}/{file}.json", images, (count,), truth)
 
 
 DATASETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains

@@ -1,5 +1,4 @@
-"""Revisited Oxford and Paris, their million distractors, and retrieval-SfM-120k, all by Radenović
-et al.
+"""Converters of Radenović et al.: revisited Oxford and Paris, distractors, and SfM-120k.
 
 A query or gallery image is a class of its own, called by its name, because the ground truth names
 easy, hard and junk images one by one. Distractors are one class that no ground truth names.
@@ -12,15 +11,23 @@ does nothing else.
 import math
 import pickle
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_table
-from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.converters.dataset import (
+    DATASETS,
+    Count,
+    Dataset,
+    Images,
+    Split,
+    Truth,
+    ground_truth,
+    read_table,
+)
+from distap.data.images.formats import FORMAT_BY_SUFFIX
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
 from distap.errors import DistapError
@@ -32,7 +39,7 @@ DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
 
-def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
+def _images(source: Path, file: Path, key: str) -> Images:
     for place, name in enumerate(plain_value(file)[key], 1):
         # Errors name the place in the pickle as a line of a list.
         yield ImageFile(
@@ -40,35 +47,34 @@ def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
         )
 
 
-def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
+def _ground_truth(file: Path, dataset: str) -> Truth:
     contents = plain_value(file)
-    truths = []
-    for query, one in zip(contents["qimlist"], contents["gnd"], strict=True):
+    queries = []
+    for query, truth in zip(contents["qimlist"], contents["gnd"], strict=True):
         easy, hard, junk = (
-            [contents["imlist"][place] for place in one[kind]] for kind in ("easy", "hard", "junk")
+            [contents["imlist"][place] for place in truth[kind]]
+            for kind in ("easy", "hard", "junk")
         )
-        positives = easy + hard
-        grades = [1] * len(easy) + [2] * len(hard)
-        truths.append(
+        queries.append(
             {
                 "name": query,
-                "box": one["bbx"],
-                "positives": positives,
-                "grades": grades,
+                "box": truth["bbx"],
+                "positives": easy + hard,
+                "grades": [1] * len(easy) + [2] * len(hard),
                 "junk": junk,
             }
         )
-    return ground_truth(truths, dataset=dataset, figures=OF_REVISITED, groups=DIFFICULTIES)
+    return ground_truth(dataset, OF_REVISITED, queries, groups=DIFFICULTIES)
 
 
-def _distractors(source: Path, file: Path) -> Iterator[ImageFile]:
+def _distractors(source: Path, file: Path) -> Images:
     for line in read_table(file, ("path",), heading=0):
-        name = _with_suffix(line.cells[0].removeprefix("jpg/"))
+        name = _with_suffix(line[0].removeprefix("jpg/"))
         yield ImageFile(line.path(source / "jpg", name), "distractor")
 
 
 def _with_suffix(name: str) -> str:
-    return name if Path(name).suffix.lower() in IMAGE_SUFFIXES else f"{name}.jpg"
+    return name if Path(name).suffix.lower() in FORMAT_BY_SUFFIX else f"{name}.jpg"
 
 
 def _revisited(dataset: str, gallery: int) -> Dataset:
@@ -86,24 +92,23 @@ DATASETS["revisitop1m"] = Dataset(
 )
 
 
-def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
-    """Yield the images of a part, each with its 3D model. The last six letters of a name are
-    folders.
-    """
-    lists = plain_value(file)[part]
+def _sfm_images(source: Path, file: Path, half: str) -> Images:
+    """Yield the images of a half, each with its 3D model as its class."""
+    lists = plain_value(file)[half]
     for place, (name, model) in enumerate(zip(lists["cids"], lists["cluster"], strict=True), 1):
+        # The last six letters of a name are folders.
         path = f"{name[-2:]}/{name[-4:-2]}/{name[-6:-4]}/{name}"
         yield ImageFile(ListLine(file, place, [name]).path(source / "ims", path), str(model))
 
 
 DATASETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
     Split(
-        "train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)
+        "train", "retrieval-SfM-120k.pkl", partial(_sfm_images, half="train"), (Count(91_642, 551),)
     ),
     Split(
         "validation",
         "retrieval-SfM-120k.pkl",
-        partial(_sfm_images, part="val"),
+        partial(_sfm_images, half="val"),
         (Count(6_403, 162),),
     ),
 )
@@ -123,20 +128,24 @@ class PlainUnpickler(pickle.Unpickler):
                 module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name
             ]
         except KeyError:
-            problem = f"it names {module}.{name}. Nothing of it was run: get it from its authors"
-            raise pickle.UnpicklingError(problem) from None
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}. Nothing of it was run: get it from its authors"
+            ) from None
 
 
 def plain_value(path: Path) -> Any:
-    """Read a pickle of plain data; raise a DistapError if it is unreadable, damaged, or names other
-    classes.
+    """Read a pickle of plain data.
+
+    Raises a DistapError if it is unreadable or damaged, or names other classes.
     """
     try:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
             return PlainUnpickler(file, encoding="latin1").load()
     except Exception as error:  # a damaged pickle can fail in any way
-        raise DistapError(f"{path}: not a readable pickle of plain data: {error}") from error
+        raise DistapError(
+            "data.wrong_list", f"{path}: not a readable pickle of plain data: {error}"
+        ) from error
 
 
 class _Type:
@@ -173,8 +182,10 @@ class _Array(list[Any]):
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Stand-in for _codecs.encode, with which protocol 2 writes bytes; other codecs would run
-    code."""
+    """Stand-in for _codecs.encode, with which protocol 2 writes bytes.
+
+    Other codecs would run code.
+    """
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in {encoding!r:.60}")
     return str(text).encode("latin1")

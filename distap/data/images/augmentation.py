@@ -1,5 +1,4 @@
-"""Augmentation: crop and vary an encoded image at random, to uint8 pixels of the network's
-input."""
+"""Augmentation: crop and vary encoded images at random, to uint8 pixels of the network's input."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from distap.data.images.boxes import Box, Shape, central_square
 from distap.data.images.decoding import EncodedImage, image_file
-from distap.data.sizing import Box, Shape, central_box
 from distap.errors import DistapError, suggestion
 
 if TYPE_CHECKING:
-    # which a recipe is read without, since it takes a second to load
+    # Recipes are read without it, since it takes a second to load.
     from torchvision.transforms import v2
 
 
@@ -41,11 +40,9 @@ class CropFlipColour:
         """Draw a crop for the image's size, decode it (JPEG at reduced scale), and vary it."""
         from torchvision.transforms import v2
 
-        crop = (
-            v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0))
-            if self.crop < 1
-            else None
-        )
+        crop: v2.Transform = v2.CenterCrop(image_size)
+        if self.crop < 1:
+            crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0))
         steps: list[v2.Transform] = []
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
@@ -53,7 +50,7 @@ class CropFlipColour:
             steps.append(v2.ColorJitter(self.colour, self.colour, self.colour))
         if self.grey:
             steps.append(v2.RandomGrayscale(self.grey))
-        return CropAndVary(image_size, crop or v2.CenterCrop(image_size), tuple(steps))
+        return CropAndVary(image_size, crop, tuple(steps))
 
 
 @dataclass(frozen=True)
@@ -70,23 +67,23 @@ class TorchvisionSteps:
             _step(step, 224)
 
     def transform(self, image_size: int) -> "CropAndVary":
-        """Build the transforms; raise a DistapError unless they give images of image_size x
-        image_size pixels.
+        """Build the transforms to images of image_size x image_size pixels.
 
         The pixels are torchvision's own, bit for bit; but a first step that is a bilinear Resize or
         RandomResizedCrop to half the size or less decodes JPEG at reduced scale.
+
+        Raises:
+            DistapError: the steps give images of another size or type.
         """
         from torchvision.transforms import InterpolationMode, v2
 
-        first, *rest = steps = [_step(step, image_size) for step in self.steps]
-        decodes = isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
-        if decodes and first.interpolation in (
-            InterpolationMode.BILINEAR,
-            InterpolationMode.BILINEAR.value,
-        ):
-            vary = CropAndVary(image_size, first, tuple(rest))
+        steps = tuple(_step(step, image_size) for step in self.steps)
+        first = steps[0]
+        scales = isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
+        if scales and InterpolationMode(first.interpolation) is InterpolationMode.BILINEAR:
+            vary = CropAndVary(image_size, first, steps[1:])
         else:
-            vary = CropAndVary(image_size, None, tuple(steps))
+            vary = CropAndVary(image_size, None, steps)
         # Upright and wide: `Resize: N`, of the shorter side, gives a square only of a square.
         for width, height in ((3, 2), (2, 3)):
             blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
@@ -95,71 +92,80 @@ class TorchvisionSteps:
 
 
 def _step(step: Any, image_size: int) -> "v2.Transform":
-    from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
+    """Build a transform from its name, or from a mapping of its name to its arguments."""
+    from torchvision.transforms import v2
 
-    name, options = (
-        next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
-    )
-    known = [
-        each
-        for each, kind in vars(v2).items()
+    name, options = step, None
+    if isinstance(step, Mapping) and len(step) == 1:
+        [(name, options)] = step.items()
+    transforms = [
+        transform
+        for transform, kind in vars(v2).items()
         if isinstance(kind, type) and issubclass(kind, v2.Transform)
     ]
-    if name not in known:
+    if name not in transforms:
         raise ValueError(
             f"steps: {str(name)!r:.80} is no transform of torchvision.transforms.v2;"
-            f" {suggestion(str(name), known)}"
+            f" {suggestion(str(name), transforms)}"
         )
-    parameters = inspect.signature(getattr(v2, name)).parameters
-    if options is None:
-        options = {}
-    elif not isinstance(options, Mapping):
-        options = {next(iter(parameters), name): options}
+    kind = getattr(v2, name)
     try:
-        if "size" in parameters and parameters["size"].default is inspect.Parameter.empty:
-            options = {"size": image_size, **options}
-        if isinstance(options.get("transforms"), list):
-            options = {
-                **options,
-                "transforms": [_step(inner, image_size) for inner in options["transforms"]],
-            }
-        # by argument
-        enumerations = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}
-        options = {
-            key: enumerations.get(key, lambda same: same)(value) for key, value in options.items()
-        }
-        if options.get("value") == "random":
-            raise ValueError(
-                "value: random is for pixels around 0, and these are uint8; give a number or three"
-            )
-        return getattr(v2, name)(**options)
+        return kind(**_arguments(kind, options, image_size))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"steps: {name}: {error}") from error
 
 
+def _arguments(kind: type, options: Any, image_size: int) -> dict[str, Any]:
+    """Return the arguments of a transform: those in a recipe, as the objects of torchvision."""
+    from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
+
+    parameters = inspect.signature(kind).parameters
+    if options is None:
+        options = {}
+    elif not isinstance(options, Mapping):
+        options = {next(iter(parameters), kind.__name__): options}
+    arguments = dict(options)
+    if "size" in parameters and parameters["size"].default is inspect.Parameter.empty:
+        arguments.setdefault("size", image_size)
+    if isinstance(arguments.get("transforms"), list):
+        arguments["transforms"] = [_step(inner, image_size) for inner in arguments["transforms"]]
+    if "interpolation" in arguments:
+        arguments["interpolation"] = InterpolationMode(arguments["interpolation"])
+    if "policy" in arguments:
+        arguments["policy"] = AutoAugmentPolicy(arguments["policy"])
+    if arguments.get("value") == "random":
+        raise ValueError(
+            "value: random is for pixels around 0, and these are uint8; give a number or three"
+        )
+    return arguments
+
+
 @dataclass(frozen=True)
 class CropAndVary:
-    """Decode the part of an image that a first transform takes, at the size that it scales to; vary
-    the result.
+    """Decode the part of an image that the first transform crops, and vary it by the others.
+
+    JPEG is decoded near the size to which the first transform scales that part.
     """
 
     size: int  # of the result, pixels
-    # None takes all of it at its own size; CenterCrop the largest square, scaled
+    # None takes the whole image at its own size; CenterCrop the largest square, scaled
     first: "v2.Transform | None"
     steps: "tuple[v2.Transform, ...]"
 
     def part(self, width: int, height: int) -> tuple[Box, Shape]:
+        """Return the box to decode of an image of this size, and the shape to scale it to."""
         from torchvision.transforms import v2
 
         empty = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-        # a box as torchvision draws it, with torch's global state
+        # A box as torchvision draws it, with torch's global state.
         if isinstance(self.first, v2.RandomResizedCrop):
             drawn = self.first.make_params([empty])
             left = drawn["left"]
             top = drawn["top"]
-            return (left, top, left + drawn["width"], top + drawn["height"]), tuple(self.first.size)
+            box = left, top, left + drawn["width"], top + drawn["height"]
+            return box, tuple(self.first.size)
         if isinstance(self.first, v2.CenterCrop):
-            return central_box(width, height), (self.size, self.size)
+            return central_square((0, 0, width, height)), (self.size, self.size)
         shape = (empty if self.first is None else self.first(empty)).shape
         return (0, 0, width, height), (shape[1], shape[2])
 
@@ -170,21 +176,19 @@ class CropAndVary:
             for step in self.steps:
                 pixels = step(pixels)
         except Exception as error:  # each transform raises its own
-            raise DistapError(f"{where}: {type(step).__name__}: {error}") from error
-        if (
-            not isinstance(pixels, Tensor)
-            or pixels.dtype != torch.uint8
-            or pixels.shape != (3, self.size, self.size)
-        ):
-            given = (
-                f"{tuple(pixels.shape)} {pixels.dtype}"
-                if isinstance(pixels, Tensor)
-                else type(pixels).__name__
-            )
             raise DistapError(
-                f"{where}: the steps give {given}; expected (3, {self.size}, {self.size}) uint8, as"
-                " data.image_size or image_sizes says: leave `size` out of the last crop, and"
-                " normalising to the network"
+                "data.augmentation_failed", f"{where}: {type(step).__name__}: {error}"
+            ) from error
+        result = type(pixels).__name__
+        if isinstance(pixels, Tensor):
+            result = f"{tuple(pixels.shape)} {pixels.dtype}"
+        expected = f"(3, {self.size}, {self.size})"
+        if result != f"{expected} {torch.uint8}":
+            raise DistapError(
+                "data.augmentation_failed",
+                f"{where}: the steps give {result}; expected {expected} uint8, as data.image_size"
+                " or image_sizes says: leave `size` out of the last crop, and normalising to the"
+                " network",
             )
         return pixels
 

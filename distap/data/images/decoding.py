@@ -1,5 +1,4 @@
-"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of
-damage.
+"""Decode images, JPEG at reduced scale if a crop allows it, and distinguish kinds of damage.
 
 Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is
 ignored), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive
@@ -12,29 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
+from distap.data.images.boxes import Box, Shape, reduction
+from distap.data.images.damage import MAX_PIXELS, DamagedImageError, NoReaderError
 from distap.data.images.formats import LINE_ENDS, format_of, missing_reader, readable_formats
-from distap.data.sizing import MAX_PIXELS, Box, Shape, reduction
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 Turns = tuple[bool, bool, bool]
-REASONS: tuple[Reason, ...] = (
-    "decode_error",
-    "truncated",
-    "crc_mismatch",
-    "missing_field",
-    "too_large",
-)
+Pixels = NDArray[np.uint8]  # (height, width, 3)
+
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest
 # image's. Files in use have up to some twenty scans; a few bytes of a scan can make the decoder go
@@ -53,24 +48,12 @@ END_OF_JPEG = b"\xff\xd9"
 END_MARKS = {b"\xff\xd8": END_OF_JPEG, b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}
 
 
-class DamagedImageError(Exception):
-    """Raised if an image cannot be used, for one of REASONS."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-
-class NoReaderError(DamagedImageError):
-    """Raised for an image format whose reader is not installed; the message says how to install
-    it."""
-
-
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Read the stored width and height of an image, pixels, from its header. `EncodedImage` lists
-    the errors.
+    """Read the stored width and height of an image, pixels, from its header.
+
+    Raises the errors of `EncodedImage`.
     """
-    with _damage_told(data):
+    with _damage_raised(data):
         return _open(data.lstrip(LINE_ENDS), max_pixels).size
 
 
@@ -86,61 +69,76 @@ def image_file(image: Any) -> bytes:
         try:
             return Path(image).read_bytes()
         except OSError as error:
-            raise DistapError(f"{image}: cannot be read: {error.strerror or error}") from error
+            raise DistapError(
+                "image.unreadable", f"{image}: cannot be read: {error.strerror or error}"
+            ) from error
     if hasattr(image, "permute"):  # a tensor
         image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            expected = (
-                "expected three colours of uint8: give images without a transform, since distap has"
-                " its own"
+            raise DistapError(
+                "image.wrong_pixels",
+                f"an image of {image.shape} {image.dtype}; expected three colours of uint8: give"
+                " images without a transform, since distap has its own",
             )
-            raise DistapError(f"an image of {image.shape} {image.dtype}; {expected}")
         image = Image.fromarray(np.ascontiguousarray(image))
     if not isinstance(image, Image.Image):
         raise DistapError(
+            "image.unknown_type",
             f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or"
-            " a tensor"
+            " a tensor",
         )
-    # Pillow empties `tile` when it decodes. Of an image that is only opened, the file itself is
-    # taken: a PNG of its pixels would be larger, and a JPEG can be decoded at reduced scale.
+    return _opened_file(image) or _png(image)
+
+
+def _opened_file(image: Image.Image) -> bytes | None:
+    """Return the file of an image that is opened but not decoded; None for another.
+
+    A PNG of its pixels would be larger, and a JPEG can be decoded at reduced scale.
+    """
     file = getattr(image, "fp", None)
-    has_pixels = not getattr(image, "tile", None)
-    if file is not None and not has_pixels and image.format in readable_formats():
-        place = file.tell()
-        file.seek(0)
-        data: bytes = file.read()
-        file.seek(place)
-        return data
+    # Pillow empties `tile` when it decodes.
+    is_decoded = not getattr(image, "tile", None)
+    if file is None or is_decoded or image.format not in readable_formats():
+        return None
+    place = file.tell()
+    file.seek(0)
+    data: bytes = file.read()
+    file.seek(place)
+    return data
+
+
+def _png(image: Image.Image) -> bytes:
     upright = ImageOps.exif_transpose(image)
+    if upright.mode not in PNG_MODES:
+        upright = upright.convert("RGB")
     buffer = io.BytesIO()
-    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(
-        buffer, "PNG", compress_level=0
-    )
+    upright.save(buffer, "PNG", compress_level=0)
     return buffer.getvalue()
 
 
 class EncodedImage:
-    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and
-    height in pixels.
+    """An image file in memory, decoded as far as a crop needs.
 
-    All methods raise DamagedImageError if the file is no image of `readable_formats`, has more
-    pixels than `max_pixels`, or cannot be decoded, and MemoryError, with its `name`, if memory does
-    not suffice.
+    `size` is its upright width and height in pixels. All methods raise DamagedImageError if the
+    file is no image of `readable_formats`, has more pixels than `max_pixels`, or cannot be decoded,
+    and MemoryError, with its `name`, if memory does not suffice.
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> None:
         self._data = data.lstrip(LINE_ENDS)
         self._max_pixels = max_pixels
-        with _damage_told(data):
+        with _damage_raised(data):
             self._image = _open(self._data, max_pixels)
         width, height = self._image.size
-        self._told = partial(_damage_told, data, f"{name}: decoding its {width} x {height} pixels")
-        with self._told():
+        self._raising = partial(
+            _damage_raised, data, f"{name}: decoding its {width} x {height} pixels"
+        )
+        with self._raising():
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
-                _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
+                _refuse_large(*self._image.size, max_pixels)  # HEIF may have another size now
             self._turns = _turns(self._image)
             self.size = self._image.size[::-1] if self._turns[2] else self._image.size
 
@@ -149,8 +147,9 @@ class EncodedImage:
         return self.scaled(self.size[::-1])
 
     def scaled(self, shape: Shape) -> Image.Image:
-        """Scale the whole upright image by Pillow, which nearly gives the pixels of `crop` and
-        loads no torch.
+        """Scale the whole upright image by Pillow.
+
+        This nearly gives the pixels of `crop`, and loads no torch.
         """
         whole = Image.fromarray(self._decoded((0, 0, *self.size), shape))
         return whole.resize(shape[::-1], Image.Resampling.BILINEAR)
@@ -168,22 +167,15 @@ class EncodedImage:
         decoded = torch.from_numpy(self._decoded(box, shape)).permute(2, 0, 1)
         return F.resize(decoded, [*shape], antialias=True).contiguous()
 
-    def _decoded(self, box: Box, shape: Shape) -> np.ndarray[Any, Any]:
-        """Decode a part of the upright image, at 1/f of its size or in full, to (height, width, 3)
-        uint8.
+    def _decoded(self, box: Box, shape: Shape) -> Pixels:
+        """Decode a part of the upright image, at 1/f of its size or in full.
+
+        Returns (height, width, 3) uint8.
         """
         factor = reduction(box, shape)
         across, down, transposed = self._turns
         scale = factor if self._is_jpeg else 1  # of what is decoded
-        with self._told():
-            pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
-            if pixels is None:
-                image = self._image
-                if self._is_jpeg:
-                    image = _open(self._data, self._max_pixels)
-                    image.draft(None, (image.width // factor, image.height // factor))
-                    image.load()
-                pixels = np.array(_rgb(image))
+        pixels = self._stored(factor)
         # Blocks that are not whole lie at the end of the stored image, which may be the upright
         # one's beginning.
         rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])
@@ -194,12 +186,23 @@ class EncodedImage:
         # In one piece, since a resize would else take twice the time.
         return np.ascontiguousarray(upright[top:bottom, left:right])
 
+    def _stored(self, factor: int) -> Pixels:
+        """Decode the image as it is stored, a JPEG at 1/factor of its size."""
+        with self._raising():
+            if not self._is_jpeg:
+                return np.array(_rgb(self._image))
+            pixels = _by_libjpeg(self._data, self._image, factor)
+            if pixels is None:
+                image = _open(self._data, self._max_pixels)
+                image.draft(None, (image.width // factor, image.height // factor))
+                pixels = np.array(_rgb(image))
+            return pixels
 
-def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
-    """Decode a JPEG at 1/factor of its size faster than Pillow, to the same pixels (height, width,
-    3).
 
-    None for what only Pillow decodes, or for a file with an error that Pillow may pass over or
+def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> Pixels | None:
+    """Decode a JPEG at 1/factor of its size faster than Pillow, to the same (height, width, 3).
+
+    Returns None for a file that only Pillow decodes, or whose error Pillow may pass over or
     explain.
     """
     if image.mode not in ("L", "RGB"):
@@ -207,24 +210,24 @@ def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any,
     width, height = (-(-side // factor) for side in image.size)
     # A file may lack no more than its end marker: then nothing of the image is missing once it has
     # one.
-    for whole in (data, data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG):
+    for file in (data, data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG):
         with suppress(ValueError):
-            found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(
-                whole, "RGB", min_height=height, min_width=width
-            )
-            return found if found.shape == (height, width, 3) else None
+            pixels: Pixels = simplejpeg.decode_jpeg(file, "RGB", min_height=height, min_width=width)
+            return pixels if pixels.shape == (height, width, 3) else None
     return None
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
+    """Open an image without decoding it, and refuse one whose decoding would do harm."""
     if not data:
         raise DamagedImageError("truncated", "the file is empty")
-    found = format_of(data)
-    if found is not None and (missing := missing_reader(found.name)):
+    file_format = format_of(data)
+    if file_format and missing_reader(file_format):
         raise NoReaderError(
-            "decode_error", f"{found.name}, for which there is no reader: {missing}"
+            "decode_error",
+            f"{file_format.name}, for which there is no reader: {missing_reader(file_format)}",
         )
-    # Pillow allocates the canvas before it tells the size
+    # Pillow allocates the canvas of an extended WebP before it knows the size.
     if data[:4] == b"RIFF" and data[12:16] == b"VP8X":
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         _refuse_large(width, height, max_pixels)
@@ -233,25 +236,30 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=readable_formats())
     _refuse_large(*image.size, max_pixels)
     if image.format in ("JPEG", "MPO"):
-        # Markers of scans, which bytes.count would take a tenth of decoding a large file to count.
-        numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
-        scans = sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
-        if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(
-            max_pixels, SMALL
-        ):
-            raise DamagedImageError(
-                "too_large", f"{scans} scans of {image.width} x {image.height} pixels"
-            )
+        _refuse_scans(data, *image.size, max_pixels)
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
         _refuse_large(width, height, max_pixels)
     return image
 
 
+def _refuse_scans(data: bytes, width: int, height: int, max_pixels: int) -> None:
+    """Refuse a JPEG of more scans than files in use have."""
+    # Two-byte numbers from even and from odd places: bytes.count would take a tenth of decoding a
+    # large file to find the markers.
+    numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
+    scans = sum(np.count_nonzero(words == START_OF_SCAN) for words in numbers)
+    most_pixels = MAX_SCANNED * max(max_pixels, SMALL)
+    if scans > MAX_SCANS or scans * width * height > most_pixels:
+        raise DamagedImageError("too_large", f"{scans} scans of {width} x {height} pixels")
+
+
 def _refuse_large(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels or max(width, height) > MAX_SIDE:
-        limit = f"the limit is {max_pixels}, and {MAX_SIDE} a side"
-        raise DamagedImageError("too_large", f"{width} x {height} pixels, {limit}")
+        raise DamagedImageError(
+            "too_large",
+            f"{width} x {height} pixels, the limit is {max_pixels}, and {MAX_SIDE} a side",
+        )
 
 
 def _turns(image: Image.Image) -> Turns:
@@ -280,9 +288,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
-    """Raise a DamagedImageError for errors, but a MemoryError that names work of an `allowed` size;
-    hide warnings.
+def _damage_raised(data: bytes, work: str = "") -> Iterator[None]:
+    """Raise a DamagedImageError for errors of decoding, and hide warnings.
+
+    If `work` describes decoding of an allowed size, a MemoryError stays one, and names it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -293,22 +302,19 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error
         except Exception as error:  # each decoder of Pillow raises its own
-            if allowed and isinstance(error, MemoryError):
-                raise MemoryError(f"{allowed} ran out of memory") from error
-            reason: Reason = (
-                "truncated"
-                if "truncated" in str(error).lower() or seems_cut(data)
-                else "decode_error"
-            )
+            if work and isinstance(error, MemoryError):
+                raise MemoryError(f"{work} ran out of memory") from error
+            is_cut = "truncated" in str(error).lower() or seems_cut(data)
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 detail = f"not an image of {', '.join(readable_formats())}"
-            raise DamagedImageError(reason, detail) from error
+            raise DamagedImageError("truncated" if is_cut else "decode_error", detail) from error
 
 
 def seems_cut(data: bytes) -> bool:
-    """Tell whether the end marker of an image is missing, or far from the file's end (as with a
-    film appended).
+    """Return whether an image has no end marker near the end of the file.
+
+    A film that is appended to an image looks the same.
     """
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")

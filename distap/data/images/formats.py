@@ -56,27 +56,25 @@ FORMATS = (
         package="pillow_heif",
     ),
 )
-OF_SUFFIX = {suffix: each for each in FORMATS for suffix in each.suffixes}
-IMAGE_SUFFIXES = frozenset(OF_SUFFIX)
-_STARTS = [(re.compile(each.start, re.DOTALL), each) for each in FORMATS]
+FORMAT_BY_SUFFIX = {suffix: form for form in FORMATS for suffix in form.suffixes}
 
 
 def format_of(data: bytes) -> Format | None:
     """Return the format of a file from its first bytes; None if it is none of FORMATS."""
-    return next((each for start, each in _STARTS if start.match(data.lstrip(LINE_ENDS))), None)
+    start = data.lstrip(LINE_ENDS)
+    return next((form for form in FORMATS if re.match(form.start, start, re.DOTALL)), None)
 
 
 @cache
-def missing_reader(name: str) -> str:
+def missing_reader(form: Format) -> str:
     """Register the reader of a format with Pillow; return "", or say which package is missing."""
-    wanted = next(each for each in FORMATS if each.name == name)
-    if wanted.feature and not features.check(wanted.feature):
-        return f"this Pillow was built without {wanted.feature}: install one of pip's"
-    if not wanted.package:
+    if form.feature and not features.check(form.feature):
+        return f"this Pillow was built without {form.feature}: install one of pip's"
+    if not form.package:
         return ""
-    if find_spec(wanted.package) is None:
+    if find_spec(form.package) is None:
         return EXTRA
-    import_module(wanted.package).register_heif_opener(thumbnails=False, decode_threads=1)
+    import_module(form.package).register_heif_opener(thumbnails=False, decode_threads=1)
     return ""
 
 
@@ -84,4 +82,4 @@ def missing_reader(name: str) -> str:
 def readable_formats() -> tuple[str, ...]:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # as of the others: loading has processes of its own
     PngImagePlugin.MAX_TEXT_CHUNK = LARGEST_COMMENT
-    return tuple(each.name for each in FORMATS if not missing_reader(each.name))
+    return tuple(form.name for form in FORMATS if not missing_reader(form))

@@ -1,6 +1,4 @@
-"""Scale images in their own shapes, collect them into large batches of one shape, and make
-thumbnails.
-"""
+"""Scale images in their own shapes, batch those of one shape, and make thumbnails."""
 
 import io
 from collections import defaultdict
@@ -11,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.boxes import Box, Shape
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.shards.parallel import LONGEST_WAIT, in_processes
-from distap.data.sizing import Box, Shape, Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def sized_chunks(
     requests: Iterable[Sequence[int]],
     workers: int,
 ) -> Generator[SizedChunk]:
-    """Yield the images of each request in order; one worker (or, with 0, this process) reads a
-    whole request.
+    """Yield the images of each request in order.
 
-    `boxes` are the parts of images that count; of others it is the whole.
+    One worker (or, with 0, this process) reads all images of a request. `boxes` are the parts of
+    images to take; other images are taken whole.
     """
     read = partial(_chunk, images, sizing, boxes)
     return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
@@ -68,30 +68,31 @@ def _chunk(
 def batches_of_one_shape(
     images: Iterable[tuple[int, "Tensor"]], most_pixels: int
 ) -> Iterator[tuple[list[int], "Tensor"]]:
-    """Collect (number, (3, height, width)) images in batches of one shape: numbers and (n, 3,
-    height, width).
+    """Collect images (number, (3, height, width)) in batches of one shape.
 
-    A batch is given when no other image of its shape fits into its `most_pixels` (height times
-    width, summed up), and all are given at the end. When the images that wait for others of their
-    shape have more than HELD times as many, the fullest batches are given early. The batches depend
-    on the images alone. A larger image is a batch alone.
+    Yields their numbers and pixels (n, 3, height, width). A batch is full when another image of its
+    shape would exceed `most_pixels` (height times width, summed up); the rest are yielded at the
+    end. When the images that wait have more than HELD times as many pixels in all, the largest
+    batches are yielded early. The batches depend on the images alone. A larger image is a batch
+    alone.
     """
     from torch import stack
 
     waiting: dict[Shape, list[tuple[int, Tensor]]] = defaultdict(list)
 
-    def area(shape: Shape, more: int = 0) -> int:
-        return (len(waiting[shape]) + more) * shape[0] * shape[1]
+    def area(shape: Shape) -> int:
+        return len(waiting[shape]) * shape[0] * shape[1]
 
     def take(shape: Shape) -> tuple[list[int], "Tensor"]:
         samples, pixels = zip(*waiting.pop(shape), strict=True)
         return list(samples), stack(pixels)
 
     for sample, pixels in images:
-        shape = (pixels.shape[1], pixels.shape[2])
+        _, height, width = pixels.shape
+        shape = height, width
         # A copy, since the worker reuses the pixels' memory for its next answers while these wait.
         waiting[shape].append((sample, pixels.clone()))
-        if area(shape, more=1) > most_pixels:
+        if area(shape) + height * width > most_pixels:
             yield take(shape)
         while sum(map(area, waiting)) > HELD * most_pixels:
             yield take(max(waiting, key=area))
@@ -100,25 +101,23 @@ def batches_of_one_shape(
 
 
 def thumbnails_of(encoded: Callable[[int], EncodedImage | None], longer_side: int) -> Thumbnails:
-    """Return what makes JPEG thumbnails, at most `longer_side` pixels, of the images that `encoded`
-    returns by row.
+    """Return a function that makes JPEG thumbnails of images by their row.
 
-    Where it returns None, or an image that cannot be read, there is no thumbnail. Several threads
-    may ask at once.
+    A thumbnail has at most `longer_side` pixels on its longer side. The function returns None if
+    `encoded` returns None for the row, or an image that cannot be read. Several threads may call it
+    at once.
     """
 
     @lru_cache(THUMBNAILS_KEPT)
-    def made(row: int) -> bytes | None:
-        return None if (image := encoded(row)) is None else thumbnail(image, longer_side)
+    def encode(row: int) -> bytes | None:
+        image = encoded(row)
+        return None if image is None else thumbnail(image, longer_side)
 
     def jpeg(row: int) -> bytes | None:
         try:
-            return made(row)
-        except (
-            DamagedImageError,
-            DistapError,
-            OSError,
-        ) as error:  # it may pass, and the cache does not keep it
+            return encode(row)
+        # The error may pass, so the cache does not keep it.
+        except (DamagedImageError, DistapError, OSError) as error:
             logger.warning("no thumbnail of row %d: %s", row, error)
             return None
 
@@ -130,5 +129,6 @@ def thumbnail(
 ) -> bytes:
     """Encode an image in the format `form`, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
-    image.scaled(Sizing("side", longer_side).shape(*image.size)).save(buffer, form, quality=quality)
+    scaled = image.scaled(Sizing("side", longer_side).shape(*image.size))
+    scaled.save(buffer, form, quality=quality)
     return buffer.getvalue()

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImages, failure
 from distap.data.plan import Plan
@@ -32,7 +32,7 @@ class IndexedImages(TrainingImages):
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         super().__init__(job, world, stopwatch)
-        # Once for a host's own shards; those behind a URL are the same for all.
+        # Each host compares its own shards once; shards behind a URL are the same for all hosts.
         compares = world.rank == 0 or (world.local_rank == 0 and not job.source.scheme)
         index = load_index(job.source, compares)
         if world.rank == 0:
@@ -57,18 +57,26 @@ class IndexedImages(TrainingImages):
                         for slot in self.slots[start : start + job.chunk]
                     ]
 
-        read = partial(_chunk, job, images, plan)
-        settings = job.workers, job.prefetch, job.longest_wait
+        def first_image(requests: list[Request]) -> str:
+            _, _, sample = requests[0]
+            return images.where(sample)
+
         return in_processes(
-            read, requests(), *settings, lambda asked: images.where(asked[0][2]), lends=True
+            partial(_chunk, job, images, plan),
+            requests(),
+            job.workers,
+            prefetch=job.prefetch,
+            longest_wait=job.longest_wait,
+            name=first_image,
+            lends=True,
         )
 
 
 def _chunk(job: LoadingJob, images: ImageSet, plan: Plan, requests: list[Request]) -> Chunk:
     """Read images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
-    An image of the same class that is not in the batch replaces a damaged one; if there is none,
-    the slot is empty.
+    An image of the same class that is not in the batch replaces a damaged one. If there is none,
+    the slot stays empty.
     """
     before = images.storage.meter.copy()  # a fork begins with its parent's counts
     size, _ = job.at(requests[0][0])

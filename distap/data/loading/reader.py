@@ -1,9 +1,11 @@
-"""Open a data set, read its images by number, each by its offset in the shards, and check all; no
-torch here.
+"""Open a data set, read its images by number, each by its offset in the shards, and check all.
+
+It imports no torch.
 """
 
 import hashlib
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -11,24 +13,30 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
+from distap.data.labels import Texts
 from distap.data.map_style import DatasetRows, rows_behind
+from distap.data.plan import Numbers
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import Index, index_of_folder, load_index
+from distap.data.shards.index import DataSet, Index, index_of_folder, load_index
+from distap.data.shards.indexing import Packed
 from distap.data.shards.parallel import Track, map_in_processes, untracked
+from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
+from distap.storage.locations import LISTABLE, parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
 
 
 class ImageSet:
-    """N images with an index, each read by its place in a shard; safe to copy into loader
-    workers."""
+    """N images with an index, each read by its place in a shard.
 
-    def __init__(self, source: Source | Path | str, index: Index) -> None:
+    It is safe to copy into loader workers.
+    """
+
+    def __init__(self, source: DataSet, index: Index) -> None:
         self.source = parse_source(source)
         self.index = index
         self.name = str(self.source)  # as it was given
@@ -38,45 +46,44 @@ class ImageSet:
         return len(self.index)
 
     @cached_property
-    def keys(self) -> NDArray[np.str_]:
+    def keys(self) -> Texts:
         """Return (N,) the name of each image, unlike all others."""
         names = self.index.names
         if len(np.unique(names)) == len(names):
             return names
-        # each shard of other makers may count from 0
-        shards = self.index.shard_name[self.index.shard].tolist()
-        return np.array(
-            [f"{shard}:{key}" for shard, key in zip(shards, self.index.key.tolist(), strict=True)]
-        )
+        # Each shard of other makers may count from 0.
+        shards = self.index.shard_name[self.index.shard]
+        return np.char.add(np.char.add(shards, ":"), self.index.key)
 
     @cached_property
-    def classes(self) -> NDArray[np.str_]:
+    def classes(self) -> Texts:
         """Return (N,) the name of each image's class, "" for none."""
         return self.index.class_name[self.index.label]
 
     def encoded(self, sample: int) -> EncodedImage:
-        """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or
-        are no image.
+        """Return an image's file, not decoded yet.
+
+        Raises:
+            DamagedImageError: its bytes have changed, or are no image.
         """
         return EncodedImage(self.data(sample), name=self.where(sample))
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
-        shard, offset, size = (
-            int(of[sample]) for of in (self.index.shard, self.index.offset, self.index.size)
-        )
+        index = self.index
+        shard = str(index.shard_name[index.shard[sample]])
+        read = partial(self.storage.read, shard, int(index.offset[sample]), int(index.size[sample]))
         try:
-            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
-        except (
-            DistapError
-        ) as error:  # a file that is gone or may not be read, unless the disk itself fails
+            data = read()
+        except DistapError as error:
+            # A file that is gone or may not be read is damage, unless the disk itself fails.
             if self.source.kind != "imagefolder" or isinstance(error, UnreachableError):
                 raise
             raise DamagedImageError("decode_error", str(error)) from error
-        if self._damage(sample, data) and self.source.scheme:
+        if self.source.scheme and self._damage(sample, data):
             # A network may have changed the bytes on their way: read them once more.
             self.storage.meter["retries"] += 1
-            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
+            data = read()
         damage = self._damage(sample, data)
         if damage:
             raise damage
@@ -101,7 +108,7 @@ class ImageSet:
         return None
 
 
-def open_images(source: Source | Path | str) -> ImageSet:
+def open_images(source: DataSet) -> ImageSet:
     """Open the images of shards, or of a local folder without index and shards."""
     source = parse_source(source)
     folder = Path(source.base)
@@ -114,11 +121,8 @@ def open_images(source: Source | Path | str) -> ImageSet:
     return ImageSet(source, load_index(source))
 
 
-def check(
-    source: Source | Path | str, workers: int = 1, track: Track = untracked
-) -> tuple[Index, list[Skipped]]:
-    """Read every byte of a data set's shards; return its index and all damage, which never ends the
-    check.
+def check(source: DataSet, workers: int = 1, track: Track = untracked) -> Packed:
+    """Read every byte of a data set's shards; return its index and all damage.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and
     the whole image is decoded. Reasons begin with shard_missing, shard_unreadable, shard_size,
@@ -127,7 +131,8 @@ def check(
     source = parse_source(source)
     if source.kind in ("hf", "given"):
         raise DistapError(
-            f"{source}: there are no files of ours to check, such as shards or a folder of images"
+            "data.no_files",
+            f"{source}: there are no files of ours to check, such as shards or a folder of images",
         )
     index = load_index(source, compare=False)
     order = np.lexsort((index.offset, index.shard))
@@ -136,23 +141,22 @@ def check(
     check_shard = partial(_check_shard, ImageSet(source, index))
     damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
     if source.kind == "shards" and source.scheme in LISTABLE:
-        with suppress(DistapError):  # not one shard is left, which is said of each
-            unknown = set(shard_names(source, Storage(source.base))) - set(
-                index.shard_name.tolist()
+        with suppress(DistapError):  # not one shard is left, which is reported for each
+            names = shard_names(source, Storage(source.base))
+            reason = (
+                "shard_not_indexed: the index does not have it, so its images are not read:"
+                " `distap data index` reads it"
             )
-            detail = (
-                "the index does not have it, so its images are not read: `distap data index`"
-                " reads it"
-            )
-            damaged += [Skipped(name, f"shard_not_indexed: {detail}") for name in sorted(unknown)]
+            unknown = sorted(set(names) - set(index.shard_name.tolist()))
+            damaged += [Skipped(name, reason) for name in unknown]
     return index, damaged
 
 
-def same_bytes(index: Index) -> NDArray[np.int64]:
+def same_bytes(index: Index) -> Numbers:
     """Return (n, 2) pairs of samples with the same image size in bytes and CRC-32.
 
-    Not all are equal: PNG files hold checksums of their own, so theirs meet a few times in 10,000
-    images.
+    Not all are equal: PNG files hold checksums of their own, so their CRC-32 agree a few times in
+    10,000 images.
     """
     # Equal files become neighbours, those of one class next to each other, so comparing neighbours
     # suffices.
@@ -163,42 +167,50 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
 
 
-def _check_shard(images: ImageSet, job: tuple[int, NDArray[np.int64]]) -> list[Skipped]:
-    """Decode the images of a shard, given by their numbers, and compare its bytes with the
-    index."""
+def _check_shard(images: ImageSet, job: tuple[int, Numbers]) -> list[Skipped]:
+    """Decode the images of a shard, and compare its bytes with the index.
+
+    `job` is the number of the shard and those of its images.
+    """
     shard, samples = job
-    index = images.index
     storage = images.storage
-    damaged = list[Skipped]()
     assert isinstance(storage, Storage)
-    name, size, sha256 = (
-        column[shard].item() for column in (index.shard_name, index.shard_size, index.shard_sha256)
-    )
-    reason = detail = ""
+    name = str(images.index.shard_name[shard])
+    damaged = list[Skipped]()
     try:
-        found = storage.size(name)
-        for sample in samples.tolist():
-            try:
-                images.encoded(sample).whole()
-            except DamagedImageError as error:
-                damaged.append(Skipped(images.where(sample), str(error)))
-        if found != size:
-            reason = "shard_size"
-            detail = f"{found} bytes, but {size} when it was indexed"
-        elif sha256:
-            with storage.open(name) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:  # type: ignore[arg-type]
-                    what = (
-                        "images"
-                        if damaged
-                        else "no image, but the data around them, such as labels"
-                    )
-                    reason = "shard_sha256"
-                    detail = f"it has changed since it was indexed: {what}"
+        size = storage.size(name)
+        damaged.extend(_damaged_images(images, samples))
+        reason = _why_shard_differs(images.index, shard, storage, size, has_damage=bool(damaged))
     except MissingFileError:
-        reason = "shard_missing"
-        detail = f"there is no such file; {len(samples)} images were in it"
+        reason = f"shard_missing: there is no such file; {len(samples)} images were in it"
     except DistapError as error:
-        reason = "shard_unreadable"
-        detail = f"{error}; some of its {len(samples)} images could not be checked"
-    return [Skipped(name, f"{reason}: {detail}"), *damaged] if reason else damaged
+        reason = (
+            f"shard_unreadable: {error}; some of its {len(samples)} images could not be checked"
+        )
+    return [Skipped(name, reason), *damaged] if reason else damaged
+
+
+def _damaged_images(images: ImageSet, samples: Numbers) -> Iterator[Skipped]:
+    for sample in samples.tolist():
+        try:
+            images.encoded(sample).whole()
+        except DamagedImageError as error:
+            yield Skipped(images.where(sample), str(error))
+
+
+def _why_shard_differs(
+    index: Index, shard: int, storage: Storage, size: int, has_damage: bool
+) -> str:
+    """Return how a shard of `size` bytes differs from the index; "" if it does not."""
+    indexed_size = index.shard_size[shard]
+    if size != indexed_size:
+        return f"shard_size: {size} bytes, but {indexed_size} when it was indexed"
+    sha256 = index.shard_sha256[shard]
+    if sha256:
+        with storage.open(str(index.shard_name[shard])) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:  # type: ignore[arg-type]
+                changed = "no image, but the data around them, such as labels"
+                if has_damage:
+                    changed = "images"
+                return f"shard_sha256: it has changed since it was indexed: {changed}"
+    return ""

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.data.images.augmentation import Transform, seeded
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage
 from distap.data.plan import Sampling
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
@@ -36,9 +37,7 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """Settings by which a training reads images from a source (`data.reading`), copied into its
-    workers.
-    """
+    """Settings by which a training reads images, copied into its loader workers."""
 
     source: Source
     sampling: Sampling
@@ -58,22 +57,24 @@ class LoadingJob:
     def at(self, step: int) -> tuple[int, Transform]:
         """Return width and height of a step's pixels, and the transform to them."""
         return next(
-            (size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps)
+            (size, transform)
+            for share, size, transform in self.sizes[::-1]
+            if step >= round(share * self.steps)
         )
 
     def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
-        """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot
-        decide how.
-        """
+        """Augment an image, to (3, size, size) uint8, by the randomness of (seed, step, slot)."""
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
 def failure(where: str, error: DamagedImageError) -> Skipped:
-    """Describe an image that could not be used; raise a DistapError if its format's reader is not
-    installed.
+    """Describe an image that could not be used.
+
+    Raises:
+        DistapError: the reader of its format is not installed.
     """
     if isinstance(error, NoReaderError):
-        raise DistapError(f"{where}: {error}") from error
+        raise DistapError("package.missing", f"{where}: {error}") from error
     return Skipped(where, str(error))
 
 
@@ -92,8 +93,7 @@ class Chunk(NamedTuple):
 
 
 class HeldPixels:
-    """A buffer for pixels, or for descriptors, of this shape in all, which all shares of a rank
-    reuse in turn.
+    """A buffer for the pixels or descriptors of a share, which a rank's shares reuse in turn.
 
     They wait between describe and replay, in memory or in a mapped file, and come back byte for
     byte. If `pinned`, rows come back in page-locked memory, from which a GPU copies without
@@ -130,25 +130,22 @@ class HeldPixels:
 
 
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
-    """Map an unnamed file with its space reserved, because writing to a full disk later would kill
-    the process.
-    """
+    """Map an unnamed file. Its space is reserved: a disk full later would kill the process."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # the mapping lives on
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise DistapError(
+            "storage.no_room",
             f"data.pixels.spool_folder: {folder}: no spool file can be made:"
             f" {error.strerror or error}. Each rank of the host has one: make room, set another"
-            " folder, or spread the batch over more hosts"
+            " folder, or spread the batch over more hosts",
         ) from error
 
 
 class ShareOfBatch:
-    """This rank's b images of a global batch, read as they are asked for; pixels stay for the
-    replay.
-    """
+    """This rank's b images of a global batch, read when needed; pixels stay for the replay."""
 
     def __init__(
         self,
@@ -164,7 +161,7 @@ class ShareOfBatch:
         self.held = held
         self._chunks = chunks
         self._stopwatch = stopwatch
-        # Filled as images are read: the step asks for rows of them at each micro-batch.
+        # Filled as images are read: the step takes rows of them at each micro-batch.
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
         # Their classes, or (b, L) from the finest level; -1 for a missing image.
         self.labels = torch.full((count,), -1)
@@ -174,8 +171,7 @@ class ShareOfBatch:
         self.traffic = Counter[str]()  # of what was read so far; workers read ahead
 
     def images(self, rows: slice | Tensor) -> Tensor:
-        """Return (n, 3, size, size) uint8 pixels of some images of the share, valid until the next
-        share is read.
+        """Return (n, 3, size, size) uint8 pixels, valid until the next share is read.
 
         `rows` are from start to stop; or (n,) ascending, of rows that have been read.
         """
@@ -204,8 +200,7 @@ class ShareOfBatch:
 
 
 class TrainingImages(ABC):
-    """Images of a training from the view of one rank; subclasses say how `chunks` of them are
-    read."""
+    """Images of a training as one rank sees them; a subclass reads `chunks` of them."""
 
     fingerprint: str  # a hash that stands for the data set in the state of a run
     order: int  # version of the way in which batches are drawn, which a run keeps
@@ -223,26 +218,27 @@ class TrainingImages(ABC):
     def chunks(self, steps: range) -> Generator[Chunk]:
         """Yield this rank's images of the batches of `steps`, a chunk at a time, in order."""
 
-    def shares(self, steps: range, of: int | None = None) -> Generator[ShareOfBatch]:
-        """Return this rank's shares of each step's global batch; use a share up before taking the
-        next.
+    def shares(self, steps: range, length: int | None = None) -> Generator[ShareOfBatch]:
+        """Return this rank's shares of each step's batch; use one up before taking the next.
 
-        Raise a DistapError at once if there is no room for the pixels. The training has `of` steps;
-        None: it ends with the last of these.
+        Args:
+            length: steps of the whole training; None: it ends with the last of `steps`.
+        Raises:
+            DistapError: at once, if there is no room for the pixels.
         """
-        self.job = job = replace(self.job, steps=of or steps.stop)
-        count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
-        shape, dtype = (
-            ((count, 3, size, size), torch.uint8)
-            if width is None
-            else ((count, width), torch.float32)
-        )
-        on_gpu = self.world.device.type == "cuda"
-        self._held = held = self._held or HeldPixels(job.pixels, shape, dtype, pinned=on_gpu)
+        job = self.job = replace(self.job, steps=length or steps.stop)
+        if self._held is None:
+            shape: tuple[int, ...] = (len(self.slots), job.dimensions or 0)
+            dtype = torch.float32
+            if job.dimensions is None:
+                size = max(size for _, size, _ in job.sizes)
+                shape = (len(self.slots), 3, size, size)
+                dtype = torch.uint8
+            on_gpu = self.world.device.type == "cuda"
+            self._held = HeldPixels(job.pixels, shape, dtype, pinned=on_gpu)
+        return self._read(steps, self._held)
 
-        def shares() -> Generator[ShareOfBatch]:
-            with closing(self.chunks(steps)) as chunks:
-                for step in steps:
-                    yield ShareOfBatch(step, self.size, count, held, chunks, self.stopwatch)
-
-        return shares()
+    def _read(self, steps: range, held: HeldPixels) -> Generator[ShareOfBatch]:
+        with closing(self.chunks(steps)) as chunks:
+            for step in steps:
+                yield ShareOfBatch(step, self.size, len(self.slots), held, chunks, self.stopwatch)

@@ -29,18 +29,19 @@ import webdataset
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import check_numbering
 from distap.data.shards.parallel import in_processes
+from distap.data.shards.shard_names import shard_names
 from distap.data.shards.tar import TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage
-from distap.storage.locations import shard_names
 from distap.world import World
 
 # first words of random keys; no two uses share one
@@ -48,7 +49,7 @@ SHARD_ORDER = 18
 WITHIN_SHARD = 19
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
-Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
+Candidate = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class StreamedSource:
 
 
 class StreamedImages(TrainingImages):
-    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo
-    all.
+    """Images of this rank's streams.
 
+    Stream k of rank r of W reads shards number r + W k, modulo all.
     Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of
     n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
     """
@@ -82,8 +83,11 @@ class StreamedImages(TrainingImages):
         shards = len(self._names)
         ranks = world.size
         if shards < ranks:
-            remedy = "each of which reads shards of its own: pack with a smaller --images-per-shard"
-            raise DistapError(f"{job.source}: {shards} shards for {ranks} ranks, {remedy}")
+            raise DistapError(
+                "data.too_few_shards",
+                f"{job.source}: {shards} shards for {ranks} ranks, each of which reads shards of"
+                " its own: pack with a smaller --images-per-shard",
+            )
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
         # Of the shards' names, since their contents are unknown before reading.
         self.fingerprint = hashlib.sha256(
@@ -96,16 +100,30 @@ class StreamedImages(TrainingImages):
 
     def chunks(self, steps: range) -> Generator[Chunk]:
         job = self.job
-        every = len(self._streams) * self.world.size
-        parts = [
+        chunks = [
             self.slots[start : start + job.chunk] for start in range(0, len(self.slots), job.chunk)
         ]
-        shared = every, job, self._source, self._storage, steps.start
-        streams = [Stream(number, self._names[number::every], *shared) for number in self._streams]
-        read = partial(_chunk, streams, parts)
-        numbers = count(steps.start * len(parts))
-        workers = min(job.workers, len(streams))
-        return in_processes(read, numbers, workers, job.prefetch, job.longest_wait, lends=True)
+        shards = list(enumerate(self._names))
+        distance = len(self._streams) * self.world.size
+        streams = [
+            Stream(
+                number,
+                shards=shards[number::distance],
+                job=job,
+                shuffle=self._source.shuffle,
+                storage=self._storage,
+                first_step=steps.start,
+            )
+            for number in self._streams
+        ]
+        return in_processes(
+            partial(_chunk, streams, chunks),
+            count(steps.start * len(chunks)),
+            min(job.workers, len(streams)),
+            prefetch=job.prefetch,
+            longest_wait=job.longest_wait,
+            lends=True,
+        )
 
 
 @dataclass
@@ -113,22 +131,20 @@ class Stream:
     """Samples of one stream, which one worker reads."""
 
     number: int  # of the stream, unlike all others; and of its first shard
-    names: list[str]  # of its shards
-    every: int  # streams there are
+    shards: list[tuple[int, str]]  # number among all shards, and name
     job: LoadingJob
-    source: StreamedSource
+    shuffle: int  # images of a shard to draw the next from
     storage: Storage
-    first: int  # step
+    first_step: int
     step: int = -1
     in_batch: set[str] = field(default_factory=set)  # names of the images of a step that were used
 
     @cached_property
-    def walked(self) -> Iterator[Found | None]:
+    def walked(self) -> Iterator[Candidate | None]:
         return self._walk()
 
-    def candidates(self, step: int) -> Iterator[Found]:
-        """Yield further samples that the batch does not hold yet; stop after the first that can be
-        used.
+    def candidates(self, step: int) -> Iterator[Candidate]:
+        """Yield further samples that the batch does not hold yet; the caller stops at a sound one.
 
         At the seam of two passes an image may come up again within a batch, as its own positive: it
         is left out.
@@ -145,56 +161,54 @@ class Stream:
                 self.in_batch.add(sample[0])
                 yield sample
         raise DistapError(
+            "data.too_few_images",
             f"{self.job.source}: a loader worker has only {len(self.in_batch)} images in its"
-            f" {len(self.names)} shards, too few for its part of a batch, in which no image may be"
-            " twice, or too many of them damaged: set sampling.batch_size or data.workers lower"
+            f" {len(self.shards)} shards, too few for its part of a batch, in which no image may be"
+            " twice, or too many of them damaged: set sampling.batch_size or data.workers lower",
         )
 
-    def _walk(self) -> Iterator[Found | None]:
-        """Yield each sample of each pass from number `first` on, and None at the end of a pass;
-        without end.
+    def _walk(self) -> Iterator[Candidate | None]:
+        """Yield each sample of each pass, without end, and None at the end of a pass.
+
+        The first pass is the one of number `first_step`.
         """
-        for turn in count(self.first):
-            for place in permutation(
-                len(self.names), SHARD_ORDER, self.job.seed, self.number, turn
-            ).tolist():
-                name = self.names[place]
-                shard = self.number + self.every * place
-                order = random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, shard))
+        for turn in count(self.first_step):
+            order = permutation(len(self.shards), SHARD_ORDER, self.job.seed, self.number, turn)
+            for place in order.tolist():
+                number, name = self.shards[place]
+                drawing = random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, number))
+                mixed = webdataset.shuffle(self.shuffle, initial=self.shuffle, rng=drawing)
                 length = self.storage.size(name)
-                held = self.source.shuffle
                 with self.storage.open(name) as file:
-                    groups = read_groups(file, length, self.storage.where(name))
-                    for key, members in webdataset.shuffle(held, initial=held, rng=order)(groups):
+                    for key, members in mixed(read_groups(file, length, self.storage.where(name))):
                         yield f"{name}:{key}", key, members
             yield None
 
 
-def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
-    """Read a chunk of a rank's images; `parts` are its slots by the chunks of a batch."""
+def _chunk(streams: list[Stream], chunks: list[range], number: int) -> Chunk:
+    """Read chunk `number` of a rank's images; `chunks` are the slots of each in a batch."""
     stream = streams[number % len(streams)]
-    step, part = divmod(number, len(parts))
-    pixels = list[NDArray[np.uint8]]()
-    samples = list[int]()
-    labels = list[int]()
-    names = list[str]()
+    step, place = divmod(number, len(chunks))
+    rows = list[tuple[NDArray[np.uint8], int, int, str]]()
     failures = list[Skipped]()
-    for slot in parts[part]:
+    for slot in chunks[place]:
         for name, key, members in stream.candidates(step):
             try:
                 label, image, _ = labelled_image(key, members)
-                pixels.append(
-                    stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy()
-                )
+                encoded = EncodedImage(image.data, name=name)
+                pixels = stream.job.augmented(encoded, step, slot).numpy()
             except DamagedImageError as error:
                 failures.append(failure(name, error))
             else:
-                # A number of 63 bits, the same on every machine.
-                hashed = hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8)
-                samples.append(int.from_bytes(hashed.digest()) >> 1)
-                labels.append(label)
-                names.append(name)
+                rows.append((pixels, _number(name), label, name))
                 break
+    images, samples, labels, names = map(list, zip(*rows, strict=True))
     traffic = stream.storage.meter.copy()
     stream.storage.meter.clear()
-    return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
+    return Chunk(np.stack(images), samples, np.array(labels), names, failures, traffic)
+
+
+def _number(name: str) -> int:
+    """Return a number of 63 bits that stands for an image, the same on every machine."""
+    digest = hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8)
+    return int.from_bytes(digest.digest()) >> 1

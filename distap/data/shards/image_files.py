@@ -6,7 +6,7 @@ Every file that is found is either listed as an image or reported as left out, w
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from multiprocessing.pool import ThreadPool
@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from distap.data.images.boxes import Box
 from distap.data.images.formats import readable_formats
-from distap.data.labels import class_name_at, nesting
+from distap.data.labels import Levels, class_name_at, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
-from distap.data.shards.tables import ListLine, read_list
-from distap.data.sizing import Box
+from distap.data.shards.tables import LEVELS, ListLine, read_list
 from distap.errors import DistapError, logger
 from distap.randomness import permutation
 from distap.storage.names import as_on_disk, composed
@@ -27,31 +27,28 @@ from distap.storage.texts import as_line, is_line
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
 STAT_THREADS = 32
 STAT_CHUNK = 256
-NOT_THERE = "listed images that are not there"
 
 
 class ImageFile(NamedTuple):
     path: Path
     class_name: str
-    # the coarser classes that hold the class, finer first; "" for none
-    levels: tuple[str, ...] = ()
+    levels: Levels = ()
     # part to pack, upright, in pixels; what lies outside the image is cut off
     box: Box | None = None
-    part: str = ""  # folder of shards to pack it into, if its list says so
+    split: str = ""  # folder of shards to pack it into, if its list says so
 
 
 def look_at(path: Path) -> os.stat_result | Skipped:
-    """Return the status of a file; or, if it is a broken link or no file, Skipped."""
+    """Return the status of a file; Skipped for a broken link or something that is no file."""
     try:
         status = path.stat()
     except OSError as error:
-        told = (
-            NOT_THERE
-            if isinstance(error, FileNotFoundError)
-            else f"files that cannot be read: {error.strerror}"
-        )
-        is_link = os.path.islink(path)  # noqa: PTH114 - Path.is_symlink may raise
-        return Skipped(str(path), "links to nothing" if is_link else told)
+        reason = f"files that cannot be read: {error.strerror}"
+        if os.path.islink(path):  # noqa: PTH114 - Path.is_symlink may raise
+            reason = "links to nothing"
+        elif isinstance(error, FileNotFoundError):
+            reason = "listed images that are not there"
+        return Skipped(str(path), reason)
     return status if stat.S_ISREG(status.st_mode) else Skipped(str(path), "no regular files")
 
 
@@ -59,13 +56,16 @@ def look_at_all(
     images: Sequence[ImageFile],
 ) -> tuple[list[tuple[ImageFile, os.stat_result]], list[Skipped]]:
     """Return the images that are files, with their status, and apart from them the others."""
-    # a network file system answers slowly, but many questions at once
+    # A network file system answers slowly, but many questions at once.
     with ThreadPool(STAT_THREADS) as pool:
         looks = pool.map(look_at, [image.path for image in images], STAT_CHUNK)
         pool.close()
         pool.join()  # so that no thread is left when processes are forked
-    found = zip(images, looks, strict=True)
-    sound = [(image, look) for image, look in found if not isinstance(look, Skipped)]
+    sound = [
+        (image, look)
+        for image, look in zip(images, looks, strict=True)
+        if not isinstance(look, Skipped)
+    ]
     return sound, [look for look in looks if isinstance(look, Skipped)]
 
 
@@ -84,32 +84,35 @@ class Listing(NamedTuple):
         )
 
     def by_part(self) -> dict[str, "Listing"]:
-        """Split the listing into its parts (such as train) by name; left-out files stay with the
-        first part.
+        """Return the parts of the listing, such as train, by name.
+
+        The files left out stay with the first part.
         """
-        found: dict[str, list[ImageFile]] = defaultdict(list)
+        by_name = defaultdict[str, list[ImageFile]](list)
         for image in self.images:
-            found[image.part].append(image)
-        first = min(found, default="")
+            by_name[image.split].append(image)
+        first = min(by_name, default="")
         return {
-            name: Listing(found[name], self.left_out if name == first else (), self.root)
-            for name in sorted(found)
+            name: Listing(by_name[name], self.left_out if name == first else (), self.root)
+            for name in sorted(by_name)
         }
 
     def halves(self, share: float) -> "Listing":
-        """Name the parts of the images: a share of the classes, drawn at random, is `validation`,
-        others `train`.
+        """Return the listing as two splits.
+
+        `validation` has a share of the classes, drawn at random, and `train` the others.
         """
         names = sort_classes(image.class_name for image in self.images)
         count = round(share * len(names))
         if not 0 < count < len(names):
             raise DistapError(
-                f"--split {share:g} of {len(names)} classes leaves one side without any"
+                "data.too_few_classes",
+                f"--split {share:g} of {len(names)} classes leaves one side without any",
             )
-        chosen = {names[place] for place in permutation(len(names), 0)[:count]}
-        parts = ("validation" if image.class_name in chosen else "train" for image in self.images)
+        drawn = {names[place] for place in permutation(len(names), 0)[:count]}
+        split_of = {name: "validation" if name in drawn else "train" for name in names}
         return self._replace(
-            images=[one._replace(part=part) for one, part in zip(self.images, parts, strict=True)]
+            images=[image._replace(split=split_of[image.class_name]) for image in self.images]
         )
 
 
@@ -146,129 +149,168 @@ def list_images(
         listing = _in_list(source, renamed)
         expected = "lines of path,label"
     else:
-        raise DistapError(f"{source}: no such folder or CSV file")
+        raise DistapError("data.missing", f"{source}: no such folder or CSV file")
     if not listing.images:
-        told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
-        raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
+        causes = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
+        raise DistapError(
+            "data.empty", f"{source}: the data set is empty; expected {expected}{causes}"
+        )
     return listing
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Sort class names in the order of their numbers: whole numbers by value, other names
-    alphabetically.
+    """Return the class names, each once, in the order of their numbers.
+
+    Whole numbers are sorted by value, other names alphabetically.
     """
     return sorted(set(names), key=lambda name: (len(name) if name.isdigit() else 0, name))
 
 
 def _in_folders(source: Path, nested: Nested | None) -> Listing:
+    """List the images below a folder by the folders that each is in."""
     paths, left_out = walk_images(source)
-    # The folders that each is in: of a class whose name some of them compose and others do not, all
-    # are one class.
-    found = {
+    # A class whose folder's name is composed in some paths and not in others is one class.
+    folders_of = {
         path: tuple(map(composed, path.parts[len(source.parts) : -1])) for path in sorted(paths)
     }
-    for loose in [path for path, folders in found.items() if not folders]:
-        left_out.append(Skipped(str(loose), "loose images, in no class's folder"))
-        del found[loose]
-    filled = {folders[0] for folders in found.values()}
-    with suppress(OSError):  # walk_images says that the folder cannot be read
-        for folder in sorted(source.iterdir()):
-            if (
-                folder.is_dir()
-                and composed(folder.name) not in filled
-                and not folder.name.startswith(".")
-            ):
-                left_out.append(Skipped(str(folder), "class folders without an image"))
-    deep = next((path for path, folders in found.items() if len(folders) > 1), None)
-    if deep is not None and nested is None:
-        top, *_, leaf = found[deep]
-        raise DistapError(
-            f"{source}: images lie in folders of folders, such as {deep.relative_to(source)}: say"
-            f" with `distap data pack --nested` what its class is: `leaf` {leaf!r}, `top` {top!r},"
-            f" `path` {'/'.join(found[deep])!r}; `merge` is leaf with folders of one name as one"
-            " class, `levels` leaf with those above as coarser classes"
-        )
-    known: dict[str, tuple[str, ...]] = {}
-    for folders in sorted(set(found.values()) if nested in ("leaf", "levels") else ()):
-        other = known.setdefault(folders[-1], folders)
-        if other != folders:
-            both = "/".join(other)
-            remedy = "`--nested merge` of `distap data pack` makes one class, `path` two"
-            raise DistapError(
-                f"{source}: two folders have one name: {both} and {'/'.join(folders)}: {remedy}"
-            )
-    named = {"top": lambda folders: folders[0], "path": "/".join}.get(
-        nested or "", lambda folders: folders[-1]
-    )
-    with_levels = slice(-2, None, -1) if nested == "levels" else slice(0)
-    images = [
-        ImageFile(path, named(folders), folders[with_levels]) for path, folders in found.items()
-    ]
+    for path in [path for path, folders in folders_of.items() if not folders]:
+        left_out.append(Skipped(str(path), "loose images, in no class's folder"))
+        del folders_of[path]
+    left_out += _empty_folders(source, {folders[0] for folders in folders_of.values()})
+    if nested is None:
+        _refuse_deep(source, folders_of)
+    if nested in ("leaf", "levels"):
+        _refuse_ambiguous(source, set(folders_of.values()))
+    images = [_image_in(path, folders, nested) for path, folders in folders_of.items()]
     return Listing(images, left_out, source)
+
+
+def _empty_folders(source: Path, filled: set[str]) -> Iterator[Skipped]:
+    with suppress(OSError):  # walk_images reports a folder that cannot be read
+        for folder in sorted(source.iterdir()):
+            is_hidden = folder.name.startswith(".")
+            if folder.is_dir() and not is_hidden and composed(folder.name) not in filled:
+                yield Skipped(str(folder), "class folders without an image")
+
+
+def _refuse_deep(source: Path, folders_of: Mapping[Path, Levels]) -> None:
+    """Raise a DistapError if images lie in folders of folders, any of which may be the class."""
+    for path, folders in folders_of.items():
+        if len(folders) > 1:
+            raise DistapError(
+                "data.nested_folders",
+                f"{source}: images lie in folders of folders, such as {path.relative_to(source)}:"
+                f" say with `distap data pack --nested` what its class is: `leaf` {folders[-1]!r},"
+                f" `top` {folders[0]!r}, `path` {'/'.join(folders)!r}; `merge` is leaf with folders"
+                " of one name as one class, `levels` leaf with those above as coarser classes",
+            )
+
+
+def _refuse_ambiguous(source: Path, paths: set[Levels]) -> None:
+    """Raise a DistapError if two folders with images have one name."""
+    first_of: dict[str, Levels] = {}
+    for folders in sorted(paths):
+        first = first_of.setdefault(folders[-1], folders)
+        if first != folders:
+            raise DistapError(
+                "data.ambiguous_folders",
+                f"{source}: two folders have one name: {'/'.join(first)} and {'/'.join(folders)}:"
+                " `--nested merge` of `distap data pack` makes one class, `path` two",
+            )
+
+
+def _image_in(path: Path, folders: Levels, nested: Nested | None) -> ImageFile:
+    """Return an image with the class that its folders name, outermost first."""
+    if nested == "top":
+        return ImageFile(path, folders[0])
+    if nested == "path":
+        return ImageFile(path, "/".join(folders))
+    return ImageFile(path, folders[-1], folders[-2::-1] if nested == "levels" else ())
 
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV file by its columns, without those that have no class."""
     places, lines = read_list(source, renamed)
-    wanted = ["label", "split", *(column for column in places if column.startswith("level"))]
-    found = list[ImageFile]()
+    images = list[ImageFile]()
     left_out = list[Skipped]()
-    seen = dict[Path, ListLine]()
+    line_of = dict[Path, ListLine]()
     for line in lines:
-        row = {column: line.cells[place] for column, place in places.items()}
-        if not is_line(row["path"]):
-            raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
-        path = as_on_disk(source.parent / row["path"])
-        where = (
-            f"{line.where}{'' if column == 'label' else f', column {column}'}" for column in wanted
-        )
-        name, split, *above = map(class_name_at, where, map(row.get, wanted))
-        first = seen.setdefault(path, line)
+        row = {column: line[place] for column, place in places.items()}
+        image = _listed_image(source, line, row)
+        first = line_of.setdefault(image.path, line)
         if first is not line:
             if list(map(composed, first.cells)) != list(map(composed, line.cells)):
-                raise line.wrong(f"{path} is on line {first.number} already, with other cells")
-            left_out.append(Skipped(str(path), "lines that repeat another"))
-            continue
-        if not name:
-            told = (
+                raise line.wrong(
+                    f"{image.path} is on line {first.number} already, with other cells"
+                )
+            left_out.append(Skipped(str(image.path), "lines that repeat another"))
+        elif not image.class_name:
+            reason = (
                 f"images without a class: the label on line {line.number} is"
                 f" {as_line(row['label'])!r}"
             )
-            left_out.append(Skipped(str(path), told))
-            continue
-        if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
-            raise line.wrong(f"split {split!r} cannot name a folder of shards")
-        found.append(ImageFile(path, name, tuple(above), part=split))
-    lacking = sorted(image.path.name for image in found if not image.part)
-    if len(lacking) not in (0, len(found)):
+            left_out.append(Skipped(str(image.path), reason))
+        else:
+            _require_folder_name(line, image.split)
+            images.append(image)
+
+    without = sorted(image.path.name for image in images if not image.split)
+    if without and len(without) < len(images):
         raise DistapError(
-            f"{source}: {len(lacking)} images are of no split, such as {lacking[0]}; others are"
-            " of one"
+            "data.mixed_splits",
+            f"{source}: {len(without)} images are of no split, such as {without[0]}; others are"
+            " of one",
         )
-    names = {image.class_name for image in found}
-    codes = [
-        name
-        for name in names
-        if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names
-    ]
-    if codes:
-        told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
+    _warn_of_codes(source, {image.class_name for image in images})
+    return Listing(images, left_out, source.parent)
+
+
+def _listed_image(source: Path, line: ListLine, row: Mapping[str, str]) -> ImageFile:
+    """Return the image on a line, whose cells `row` has by column; "" stands for no class."""
+    if not is_line(row["path"]):
+        raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
+    split, *levels = (
+        class_name_at(f"{line.where}, column {column}", row.get(column))
+        for column in ("split", *(column for column in LEVELS if column in row))
+    )
+    return ImageFile(
+        path=as_on_disk(source.parent / row["path"]),
+        class_name=class_name_at(line.where, row["label"]),
+        levels=tuple(levels),
+        split=split,
+    )
+
+
+def _require_folder_name(line: ListLine, split: str) -> None:
+    is_name = Path(split).name == split and not split.startswith(".") and is_line(split)
+    if split and not is_name:
+        raise line.wrong(f"split {split!r} cannot name a folder of shards")
+
+
+def _warn_of_codes(source: Path, names: set[str]) -> None:
+    codes = [name for name in names if name[0] == "0" and name.isdecimal()]
+    alike = min((code for code in codes if code.lstrip("0") in names), default=None)
+    if alike:
         logger.warning(
-            "%s: labels that differ by zeros in front are different classes, %s", source, told
+            "%s: labels that differ by zeros in front are different classes, such as %s and %s",
+            source,
+            alike,
+            alike.lstrip("0"),
         )
-    return Listing(found, left_out, source.parent)
 
 
-def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, tuple[str, ...]]:
-    """Return coarser classes by class; raise a DistapError if levels cross, or a name is no cell of
-    classes.txt.
+def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, Levels]:
+    """Return the coarser classes that hold each class, by its name.
+
+    Raises a DistapError if levels cross, or a name cannot stand in classes.txt.
     """
     levels = nesting(image[:3] for image in images)
-    # classes.txt has tabs between them
+    # classes.txt has tabs between names.
     for name in chain(levels, filter(None, chain(*levels.values()))):
         if not (is_line(name) and name == name.strip()):
-            unfit = (
-                "tabs, line breaks, control characters, outer spaces and bytes that are no UTF-8"
+            raise DistapError(
+                "data.wrong_class_name",
+                f"{name[:60]!r} cannot name a class: tabs, line breaks, control characters, outer"
+                " spaces and bytes that are no UTF-8 are not allowed",
             )
-            raise DistapError(f"{name[:60]!r} cannot name a class: {unfit} are not allowed")
     return levels

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from distap.data.images.formats import OF_SUFFIX, START_BYTES, format_of, missing_reader
+from distap.data.images.formats import FORMAT_BY_SUFFIX, START_BYTES, format_of, missing_reader
 from distap.errors import logger
 from distap.storage.texts import as_line
 
@@ -24,7 +24,7 @@ class Skipped(NamedTuple):
 
 def counted(left_out: Iterable[Skipped]) -> list[str]:
     """Return one line per reason: the number of files, the reason, and one file as an example."""
-    groups: dict[str, list[Skipped]] = defaultdict(list)
+    groups = defaultdict[str, list[Skipped]](list)
     for skipped in left_out:
         groups[skipped.reason.partition(":")[0]].append(skipped)
     ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].reason))
@@ -48,12 +48,11 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
     seen = set[str]()
 
     def unreadable(error: OSError) -> None:
-        left_out.append(
-            Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}")
-        )
+        reason = f"folders that cannot be read: {error.strerror}"
+        left_out.append(Skipped(str(error.filename), reason))
 
     tops = [str(folder)]
-    for top in tops:  # grows by the links that are found: what is really there comes first
+    for top in tops:  # grows by the links found, so that folders come before links to them
         for parent, folders, names in os.walk(top, onerror=unreadable):
             real = os.path.realpath(parent)
             if real in seen:
@@ -62,12 +61,11 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
                 continue
             seen.add(real)
             folders.sort()
-            tops += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]  # noqa: PTH114, PTH118
-            is_hidden = any(
-                part.startswith(".") for part in Path(parent).parts[len(folder.parts) :]
-            )
+            tops += filter(os.path.islink, (os.path.join(parent, name) for name in folders))  # noqa: PTH118
+            above = Path(parent).parts[len(folder.parts) :]
+            is_hidden = any(name.startswith(".") for name in above)
             for path in (Path(parent, name) for name in sorted(names)):
-                reason = _left_out(path, is_hidden)
+                reason = _why_left_out(path, is_hidden)
                 if reason:
                     left_out.append(Skipped(str(path), reason))
                 else:
@@ -75,31 +73,30 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
     return images, left_out
 
 
-def _left_out(path: Path, is_hidden: bool) -> str:
-    """Return why a file is no readable image, judging by its name, or by its content if it has no
-    extension.
+def _why_left_out(path: Path, is_hidden: bool) -> str:
+    """Return why a file is no readable image, judging by its name; "" for an image.
 
-    `is_hidden` is true if a folder above the file is hidden.
+    A file without an extension is judged by its first bytes. `is_hidden` is true if a folder above
+    the file is hidden.
     """
     suffix = path.suffix.lower()
     if path.name.startswith("._"):
         return "._ files of macOS, which hold no image"
     if is_hidden or path.name.startswith("."):
         return "hidden files"
-    if _EXTENSION.fullmatch(suffix) and suffix not in OF_SUFFIX:
-        return f"{suffix}, no format of images that is read"
-    known = OF_SUFFIX.get(suffix)
-    told = suffix
-    if known is None:
+    form = FORMAT_BY_SUFFIX.get(suffix)
+    if form is None:
+        if _EXTENSION.fullmatch(suffix):
+            return f"{suffix}, no format of images that is read"
         try:
             if not path.is_file():
                 return "links to nothing" if path.is_symlink() else "no regular files"
             with path.open("rb") as file:
-                known = format_of(file.read(START_BYTES))
+                form = format_of(file.read(START_BYTES))
         except OSError as error:
             return f"files that cannot be read: {error.strerror}"
-        if known is None:
+        if form is None:
             return "without an extension, and by their content no images"
-        told = f"{known.name} without an extension"
-    missing = missing_reader(known.name)
-    return f"{told}, no reader: {missing}" if missing else ""
+        suffix = f"{form.name} without an extension"
+    missing = missing_reader(form)
+    return f"{suffix}, no reader: {missing}" if missing else ""

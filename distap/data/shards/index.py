@@ -1,5 +1,6 @@
-"""The index of a data set, place, class and size of every image: `index.npz` of shards, or made of
-single files.
+"""The index of a data set: place, class and size of every image.
+
+It is `index.npz` next to shards, or made from a folder of images.
 """
 
 import hashlib
@@ -11,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.labels import nesting, table_of_levels
+from distap.data.labels import Texts, nesting, table_of_levels
 from distap.data.map_style import rows_behind
-from distap.data.plan import Classes
+from distap.data.plan import Classes, Numbers
 from distap.data.shards.image_files import (
     ImageFile,
     levels_of_each_class,
@@ -36,9 +37,11 @@ from distap.storage.names import composed
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import as_line, is_line
 
+DataSet = Source | Path | str  # as `parse_source` takes it
+
 INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-THREADS = 16  # remote shards whose sizes are asked for at once
+THREADS = 16  # remote shards whose sizes are requested at once
 
 
 @dataclass(frozen=True)
@@ -46,21 +49,21 @@ class Index:
     """N samples in S shards, with K classes."""
 
     shard: NDArray[np.int32]  # (N,) number of the sample's shard
-    offset: NDArray[np.int64]  # (N,) first byte of the image within its shard
-    size: NDArray[np.int64]  # (N,) bytes of the image
+    offset: Numbers  # (N,) first byte of the image within its shard
+    size: Numbers  # (N,) bytes of the image
     crc32: NDArray[np.uint32]  # (N,) of the image's bytes; 0 is not checked
-    label: NDArray[np.int64]  # (N,) class number, 0 .. K-1
+    label: Numbers  # (N,) class number, 0 .. K-1
     width: NDArray[np.int32]  # (N,) pixels
     height: NDArray[np.int32]  # (N,) pixels
-    key: NDArray[np.str_]  # (N,) name of the sample in its shard
+    key: Texts  # (N,) name of the sample in its shard
     # (N,) of the file that was packed, within the folder of the images; "" is unknown
-    path: NDArray[np.str_]
-    shard_name: NDArray[np.str_]  # (S,) file name
-    shard_size: NDArray[np.int64]  # (S,) bytes
-    shard_sha256: NDArray[np.str_]  # (S,) hexadecimal
-    class_name: NDArray[np.str_]  # (K,)
+    path: Texts
+    shard_name: Texts  # (S,) file name
+    shard_size: Numbers  # (S,) bytes
+    shard_sha256: Texts  # (S,) hexadecimal
+    class_name: Texts  # (K,)
     # (K, L - 1) names of the coarser classes that hold each, finer first; "" for none
-    class_levels: NDArray[np.str_]
+    class_levels: Texts
     left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
 
     def __len__(self) -> int:
@@ -71,16 +74,15 @@ class Index:
         """SHA-256 of all rows, which identifies the data set in the state of a training."""
         digest = hashlib.sha256()
         for name in COLUMNS:
-            if name != "path":  # it says where images came from, and not what they are
-                # With types and lengths: bytes alone could be cut into other columns and give the
-                # same hash.
+            if name != "path":  # which is where images came from, and not what they are
+                # With types and lengths: the same bytes could make other columns.
                 column = np.ascontiguousarray(getattr(self, name))
                 digest.update(f"{name} {column.dtype.str} {len(column)} ".encode())
                 digest.update(column.view(np.uint8).data if column.size else b"")
         return digest.hexdigest()
 
     @cached_property
-    def names(self) -> NDArray[np.str_]:
+    def names(self) -> Texts:
         """Return (N,) names of the images: their paths if all are known, otherwise their keys."""
         return self.path if self.path.all() else self.key
 
@@ -90,21 +92,25 @@ class Index:
         return Classes(self.label, self.class_levels)
 
     def of_classes(self, begin: float, end: float) -> "Index":
-        """Return the images of a part of the classes, which are in a random order that depends on
-        their number.
+        """Return the images of a part of the classes, from share `begin` to share `end` of them.
+
+        The classes are in a random order that depends on their number.
         """
         count = len(self.class_name)
-        chosen = np.sort(permutation(count, 0)[round(begin * count) : round(end * count)])
-        kept = np.isin(self.label, chosen)
+        drawn = np.sort(permutation(count, 0)[round(begin * count) : round(end * count)])
+        rows = np.isin(self.label, drawn)
         # Columns of samples are those without an underscore. All shards stay, since samples point
         # to them by number.
-        columns = {name: getattr(self, name)[kept] for name in COLUMNS if "_" not in name}
-        columns |= {
-            name: getattr(self, name)[chosen] for name in COLUMNS if name.startswith("class_")
-        }
-        return replace(self, **columns | {"label": np.searchsorted(chosen, columns["label"])})
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS if "_" not in name}
+        columns["label"] = np.searchsorted(drawn, columns["label"])
+        return replace(
+            self,
+            **columns,
+            class_name=self.class_name[drawn],
+            class_levels=self.class_levels[drawn],
+        )
 
-    def save(self, source: Source | Path | str) -> None:
+    def save(self, source: DataSet) -> None:
         """Write the index atomically next to the shards of its source."""
         source = parse_source(source)
         columns = {column: getattr(self, column) for column in COLUMNS}
@@ -128,71 +134,79 @@ def statistics(index: Index) -> dict[str, Any]:
     }
 
 
-# The numpy types of the columns by name, as read_columns takes them. NDArray[T] is an alias whose
-# argument is T since numpy 2.5, and was ndarray[shape, dtype[T]].
-TYPES = {
-    name: get_args(hint)[-1] for name, hint in get_type_hints(Index).items() if name != "left_out"
+# The columns by name, with their types as `read_columns` takes them.
+COLUMNS = {
+    "shard": "int32",
+    "offset": "int64",
+    "size": "int64",
+    "crc32": "uint32",
+    "label": "int64",
+    "width": "int32",
+    "height": "int32",
+    "key": "str",
+    "path": "str",
+    "shard_name": "str",
+    "shard_size": "int64",
+    "shard_sha256": "str",
+    "class_name": "str",
+    "class_levels": "table",
 }
-COLUMNS = {name: np.dtype((get_args(of) or (of,))[0]).name for name, of in TYPES.items()}
-COLUMNS["class_levels"] = "table"
 
 
 def parse_index(data: Buffer, where: str) -> Index:
-    """Parse the contents of index file `where`; check every row, so that none leads outside the
-    data set.
+    """Parse the contents of index file `where`.
 
-    The columns are views of `data`.
+    Every row is checked, so that none leads outside the data set. The columns are views of `data`.
     """
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
         if version != INDEX_VERSION:
             raise DistapError(
-                f"{where}: version {version} of the index, expected {INDEX_VERSION}; {remedy}"
+                "data.old_index",
+                f"{where}: version {version} of the index, expected {INDEX_VERSION}; {remedy}",
             )
-        columns: dict[str, Any] = read_columns(data, COLUMNS)
+        index = Index(**read_columns(data, COLUMNS))  # type: ignore[arg-type]
     except ValueError as error:
-        raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
-    index = Index(**columns)
+        raise DistapError(
+            "data.damaged_index", f"{where}: not a readable index: {error}; {remedy}"
+        ) from error
     for problem in _problems(index):
-        raise DistapError(f"{where}: not a sound index: {problem}; {remedy}")
+        raise DistapError("data.damaged_index", f"{where}: not a sound index: {problem}; {remedy}")
     for name in index.shard_name.tolist():
         safe_name(name, where)
     return with_composed_names(index, where)
 
 
 def with_composed_names(index: Index, where: str) -> Index:
-    """Return an index whose classes have composed names; those whose names are the same then are
-    one class.
+    """Return an index whose classes have composed names; classes with the same name are joined.
 
     Raises a DistapError if such classes lie within different coarser ones.
     """
-    names = [composed(name) for name in index.class_name.tolist()]
-    levels = [tuple(map(composed, above)) for above in index.class_levels.tolist()]
-    if names == index.class_name.tolist() and levels == list(
-        map(tuple, index.class_levels.tolist())
-    ):
+    texts = index.class_name.tolist() + index.class_levels.ravel().tolist()
+    if all(composed(text) == text for text in texts):
         return index
-    known = nesting((where, name, above) for name, above in zip(names, levels, strict=True))
-    number = {name: place for place, name in enumerate(known)}
+    names = [composed(name) for name in index.class_name.tolist()]
+    levels = nesting(
+        (where, name, tuple(map(composed, above)))
+        for name, above in zip(names, index.class_levels.tolist(), strict=True)
+    )
+    number = {name: place for place, name in enumerate(levels)}
     return replace(
         index,
         label=np.array([number[name] for name in names])[index.label],
-        class_name=np.array(list(known)),
-        class_levels=table_of_levels(known.values()),
+        class_name=np.array(list(levels)),
+        class_levels=table_of_levels(levels.values()),
     )
 
 
 def _problems(index: Index) -> Iterator[str]:
     """Yield the impossible values of an index whose columns have the right types."""
     for group in ("", "shard", "class"):
-        lengths = {
-            name: len(getattr(index, name)) for name in COLUMNS if name.rpartition("_")[0] == group
-        }
-        if len(set(lengths.values())) > 1:
-            yield "columns of unequal length: " + ", ".join(
-                f"{name} {length}" for name, length in lengths.items()
-            )
+        columns = [name for name in COLUMNS if name.rpartition("_")[0] == group]
+        lengths = [len(getattr(index, name)) for name in columns]
+        if len(set(lengths)) > 1:
+            yield f"columns of unequal length: {', '.join(map('{} {}'.format, columns, lengths))}"
             return
     shards = len(index.shard_name)
     classes = len(index.class_name)
@@ -202,42 +216,48 @@ def _problems(index: Index) -> Iterator[str]:
         yield "two shards of one name"
     if len(set(index.class_name.tolist())) < classes:
         yield "two classes of one name, which an evaluation could not tell apart"
-    if not all(_SHA256.fullmatch(digest) for digest in index.shard_sha256.tolist()):
+    if not all(map(_SHA256.fullmatch, index.shard_sha256.tolist())):
         yield "shard_sha256 holds something that is no SHA-256"
-    known = (index.shard >= 0) & (index.shard < shards)
-    ends = np.zeros(len(index), dtype=np.int64)
-    ends[known] = index.shard_size[index.shard[known]]
-    # offset + size could overflow, so the difference is compared instead.
-    beyond = (index.offset < 0) | (index.size > ends) | (index.offset > ends - index.size)
-    for wrong, problem in (
-        (~known, f"shard is none of 0 .. {shards - 1}"),
-        ((index.label < 0) | (index.label >= classes), f"label is none of 0 .. {classes - 1}"),
-        (index.size < 1, "size is below 1"),
-        (beyond, "image reaches beyond its shard"),
-        ((index.width < 1) | (index.height < 1), "width or height is below 1"),
-    ):
+    for wrong, problem in _wrong_rows(index, shards, classes):
         if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
+            row = int(wrong.argmax())
             yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
 
 
-def load_index(source: Source | Path | str, compare: bool = True) -> Index:
-    """Read and check a data set's index; with `compare`, also that its shards exist with the same
-    sizes.
+def _wrong_rows(index: Index, shards: int, classes: int) -> Iterator[tuple[NDArray[np.bool_], str]]:
+    """Yield for each rule the samples (N,) that break it, and the problem."""
+    has_shard = (index.shard >= 0) & (index.shard < shards)
+    yield ~has_shard, f"shard is none of 0 .. {shards - 1}"
+    yield (index.label < 0) | (index.label >= classes), f"label is none of 0 .. {classes - 1}"
+    yield index.size < 1, "size is below 1"
+    ends = np.zeros(len(index), dtype=np.int64)
+    ends[has_shard] = index.shard_size[index.shard[has_shard]]
+    # offset + size could overflow, so the difference is compared instead.
+    starts_outside = (index.offset < 0) | (index.offset > ends - index.size)
+    yield starts_outside | (index.size > ends), "image reaches beyond its shard"
+    yield (index.width < 1) | (index.height < 1), "width or height is below 1"
+
+
+def load_index(source: DataSet, compare: bool = True) -> Index:
+    """Read and check a data set's index.
+
+    With `compare`, check also that its shards exist with the same sizes.
     """
     source = parse_source(source)
     index = _index_of_whole(source, compare)
     index = index.of_classes(*source.part) if source.is_part else index
     if len(index) == 0:
-        raise DistapError(f"{source}: the data set is empty")
+        raise DistapError("data.empty", f"{source}: the data set is empty")
     return index
 
 
 def _index_of_whole(source: Source, compare: bool) -> Index:
+    """Read or make the index of a data set, whatever part of it is asked for."""
     if source.kind == "described":
         raise DistapError(
+            "data.no_images",
             f"{source}: these are descriptors, and no images; only training and evaluation take"
-            " them"
+            " them",
         )
     rows = rows_behind(source)
     if rows is not None:
@@ -248,57 +268,72 @@ def _index_of_whole(source: Source, compare: bool) -> Index:
         return index_of_folder(source)
     if not source.scheme and Path(source.base).is_file():
         raise DistapError(
+            "data.no_shards",
             f"{source}: a file, and no folder of shards; `distap data pack` packs the images of a"
-            " list"
+            " list",
         )
     try:
         index = parse_index(Storage(source.base).mapped(source.index_name), source.index)
     except MissingFileError as error:
-        if not source.scheme and not Path(source.base).is_dir():
-            raise DistapError(
-                f"{source}: no such data set: there is no folder {source.base}"
-            ) from error
-        if (
-            not source.scheme
-            and source.pattern is None
-            and not any(Path(source.base).glob("*.tar"))
-        ):
-            remedy = (
-                f"a folder with a sub-folder a class is imagefolder:{source}, or is packed by"
-                " `distap data pack`"
-            )
-            raise DistapError(f"{source}: no .tar file is in it; {remedy}") from error
-        remedy = (
-            f"`distap data index {quote(str(source))}` makes one from its shards, if they are there"
-        )
-        raise DistapError(f"{source}: no {source.index_name} in it; {remedy}") from error
+        raise _missing_index(source) from error
     if compare:
         _require_shards(source, index)
     return index
 
 
+def _missing_index(source: Source) -> DistapError:
+    folder = Path(source.base)
+    if not source.scheme and not folder.is_dir():
+        return DistapError(
+            "data.missing", f"{source}: no such data set: there is no folder {source.base}"
+        )
+    if not source.scheme and source.pattern is None and not any(folder.glob("*.tar")):
+        return DistapError(
+            "data.no_shards",
+            f"{source}: no .tar file is in it; a folder with a sub-folder a class is"
+            f" imagefolder:{source}, or is packed by `distap data pack`",
+        )
+    return DistapError(
+        "data.missing_index",
+        f"{source}: no {source.index_name} in it; `distap data index {quote(str(source))}` makes"
+        " one from its shards, if they are there",
+    )
+
+
 def index_of_folder(source: Source, labelled: bool = True) -> Index:
-    """Make an index of images in any folder; or in a folder for each class, in those of coarser
-    classes if any.
+    """Make an index of the images in a folder.
+
+    The classes are its innermost folders, within the coarser classes of the folders above; without
+    `labelled` the images have none.
     """
     folder = Path(source.base)
     if not folder.is_dir():
-        raise DistapError(f"{source}: no such folder")
+        raise DistapError("data.missing", f"{source}: no such folder")
     listing = list_images(folder, "levels", labelled=labelled)
     sound, broken = look_at_all(listing.images)
-    of_name = {image.path.relative_to(folder).as_posix(): (image, look) for image, look in sound}
-    names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
-    images = [of_name[name][0] for name in names]
-    sizes = [of_name[name][1].st_size for name in names]
-    # The times of change stand for digests of what the files hold, which only reading them would
-    # tell.
-    times = "" if labelled else [str(of_name[name][1].st_mtime_ns) for name in names]
-    index = index_of_files(source, names, names, images, sizes, times)
-    told = [
-        (os.path.relpath(name, folder), reason) for name, reason in (*listing.left_out, *broken)
+    rows = [(image.path.relative_to(folder).as_posix(), image, look) for image, look in sound]
+    unfit = [
+        Skipped(str(image.path), "names that are no line of text in UTF-8")
+        for name, image, _ in rows
+        if not is_line(name)
     ]
-    told += [(name, "names that are no line of text in UTF-8") for name in unfit]
-    return replace(index, left_out=tuple(Skipped(as_line(name), reason) for name, reason in told))
+    rows = [row for row in rows if is_line(row[0])]
+    names = [name for name, _, _ in rows]
+    # The times of change stand for digests, for which all files would have to be read.
+    times = "" if labelled else [str(look.st_mtime_ns) for _, _, look in rows]
+    index = index_of_files(
+        source,
+        names,
+        keys=names,
+        images=[image for _, image, _ in rows],
+        sizes=[look.st_size for _, _, look in rows],
+        digests=times,
+    )
+    left_out = (
+        Skipped(as_line(os.path.relpath(name, folder)), reason)
+        for name, reason in (*listing.left_out, *broken, *unfit)
+    )
+    return replace(index, left_out=tuple(left_out))
 
 
 def index_of_files(
@@ -309,23 +344,23 @@ def index_of_files(
     sizes: Any,
     digests: Any,
 ) -> Index:
-    """Make an index that treats each image file as a shard; unknown sizes are 0 and unknown digests
-    "".
+    """Make an index that treats each image file as a shard.
 
-    Either all images have a class or none.
+    Unknown sizes are 0 and unknown digests "". Either all images have a class or none.
     """
     for key in keys:
         if not is_line(key):
             raise DistapError(
+                "data.wrong_image_name",
                 f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no"
-                " UTF-8"
+                " UTF-8",
             )
     levels = levels_of_each_class(images) if any(image.class_name for image in images) else {"": ()}
     classes = sort_classes(levels)
     numbers = {name: number for number, name in enumerate(classes)}
     count = len(names)
-    zeros = np.zeros(len(names), dtype=np.int32)
-    size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
+    zeros = np.zeros(count, dtype=np.int32)
+    size = np.full(count, sizes, dtype=np.int64)
     return Index(
         shard=np.arange(count, dtype=np.int32),
         offset=np.zeros(count, dtype=np.int64),
@@ -338,24 +373,26 @@ def index_of_files(
         path=np.array(keys),
         shard_name=np.array(names, dtype=np.str_),
         shard_size=size,
-        shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
+        shard_sha256=np.full(count, digests),
         class_name=np.array(classes),
         class_levels=table_of_levels([levels[name] for name in classes]),
     )
 
 
 def _require_shards(source: Source, index: Index) -> None:
+    """Raise a DistapError if a shard is missing or of another size than in the index."""
     storage = Storage(source.base)
-    names = index.shard_name.tolist()
-    first = storage.size(names[0])  # alone, so that a wrong setting is tried once
+    first, *further = index.shard_name.tolist()
+    sizes = [storage.size(first)]  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
-        found = [first, *(pool.map if source.scheme else map)(storage.size, names[1:])]
-    for name, size, now in zip(names, index.shard_size.tolist(), found, strict=True):
-        if now != size:
-            remedy = (
-                "fetch or pack it again, or, if it was replaced on purpose, index it by `distap"
-                " data index`"
-            )
+        sizes += (pool.map if source.scheme else map)(storage.size, further)
+    for name, indexed, size in zip(
+        (first, *further), index.shard_size.tolist(), sizes, strict=True
+    ):
+        if size != indexed:
             raise DistapError(
-                f"{storage.where(name)}: {now} bytes, but {size} when it was indexed; {remedy}"
+                "data.changed_shard",
+                f"{storage.where(name)}: {size} bytes, but {indexed} when it was indexed; fetch or"
+                " pack it again, or, if it was replaced on purpose, index it by `distap data"
+                " index`",
             )

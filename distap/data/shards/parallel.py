@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import count, cycle, islice
+from itertools import accumulate, cycle, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -31,16 +31,18 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 class LostWorkerError(DistapError):
-    """Raised if a worker process has died or hangs."""
+    """A worker process has died or hangs."""
 
     status = FAILED
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"a process was lost: {problem}. Usual causes, unless a reason is printed above: the"
-            " storage hangs; or the host's memory was used up (see its kernel log): lower"
-            " data.workers (or --workers), data.prefetch or data.pixels.memory_bytes"
-        )
+
+def _lost(problem: str) -> LostWorkerError:
+    return LostWorkerError(
+        "run.lost_worker",
+        f"a process was lost: {problem}. Usual causes, unless a reason is printed above: the"
+        " storage hangs; or the host's memory was used up (see its kernel log): lower"
+        " data.workers (or --workers), data.prefetch or data.pixels.memory_bytes",
+    )
 
 
 def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
@@ -56,19 +58,18 @@ def map_in_processes(
     function: Callable[[Job], Result],
     jobs: Sequence[Job],
     workers: int,
-    about: str = "",
+    description: str = "",
     track: Track = untracked,
 ) -> list[Result]:
-    """Return the results of jobs in order, from up to `workers` processes (from this one if one is
-    enough).
+    """Return the results of jobs in order, from up to `workers` processes.
 
-    After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of
-    their jobs. The function and what it raises must be picklable. A worker that is killed raises a
-    DistapError.
+    This process does the work if one is enough. After an error or Ctrl-C, or if this process dies,
+    the workers end at once, in the middle of their jobs. The function and its errors must be
+    picklable. A worker that is killed raises a DistapError.
     """
     workers = min(workers, len(jobs))
     with closing(in_processes(function, jobs, workers if workers > 1 else 0)) as results:
-        return list(track(results, about, len(jobs)))
+        return list(track(results, description, len(jobs)))
 
 
 class Worker(NamedTuple):
@@ -76,6 +77,33 @@ class Worker(NamedTuple):
     pipe: Connection
     # shared memory for the arrays of its answers, one after the other
     rooms: Iterator[mmap.mmap | None]
+
+    def answer(self, longest_wait: float | None, request: Job, name: Callable[[Job], str]) -> Any:
+        """Return the next answer, or raise its error.
+
+        Raises:
+            LostWorkerError: the worker has died or run out of memory, or needs more than
+                `longest_wait` seconds for the request that `name` describes.
+        """
+        if not wait([self.pipe, self.process.sentinel], longest_wait):
+            raise _lost(
+                f"worker {self.process.pid} handed nothing over for {longest_wait:g} s, such as"
+                f" {name(request)}"
+            )
+        try:
+            text, spans = self.pipe.recv()
+        except (EOFError, OSError) as broken:
+            self.process.join(1)
+            raise _lost(
+                f"worker {self.process.pid} ended with status {self.process.exitcode}"
+            ) from broken
+        room = memoryview(next(self.rooms) or b"")
+        result, error = pickle.loads(text, buffers=[room[start:stop] for start, stop in spans])
+        if error is None:
+            return result
+        if memory_ran_out(error):
+            raise _lost(str(error) or "memory ran out") from error
+        raise error
 
 
 def in_processes(
@@ -87,23 +115,23 @@ def in_processes(
     name: Callable[[Job], str] = str,
     lends: bool = False,
 ) -> Generator[Result]:
-    """Yield `function(request)` of each request in order, worked out by processes that end with
-    this generator.
+    """Yield `function(request)` of each request in order, computed by worker processes.
 
     Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead; with
-    0 workers, this process does the work. If a worker `lends`, NumPy's arrays in a result are in
-    memory that both processes share, and are valid until the next result is asked for.
+    0 workers, this process does the work. The workers end with this generator. If a worker `lends`,
+    NumPy's arrays in a result are in memory that both processes share, and are valid until the next
+    result is taken.
 
     Raises:
-        LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what
-            `name` names.
+        LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for the
+            request that `name` describes.
     """
     if not workers:
         yield from map(function, requests)
         return
     context = forking_context()
     remaining = iter(requests)
-    asked = deque[tuple[Job, Worker]]()
+    pending = deque[tuple[Job, Worker]]()
     processes = list[BaseProcess]()
     # The end of Python would wait for a worker that is stuck in a slow read.
     Finalize(None, kill_all, args=(processes,), exitpriority=0)
@@ -112,13 +140,11 @@ def in_processes(
         pipe, theirs = context.Pipe()
         # One more than answers that wait: a worker may fill it while the caller uses the answer
         # that came last.
+        count = prefetch + 1 if lends and sys.platform == "linux" else 0
         rooms = list[mmap.mmap]()
-        # a host that promises no more memory than it has: arrays go through the pipe
+        # On a host that promises no more memory than it has, arrays go through the pipe.
         with suppress(OSError):
-            rooms = [
-                mmap.mmap(-1, ROOM)
-                for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)
-            ]
+            rooms = [mmap.mmap(-1, ROOM) for _ in range(count)]
         process = context.Process(
             target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True
         )
@@ -129,39 +155,20 @@ def in_processes(
         theirs.close()
         return Worker(process, pipe, cycle(rooms or [None]))
 
-    def ask(worker: Worker) -> None:
+    def send_next(worker: Worker) -> None:
         for request in islice(remaining, 1):
             with suppress(OSError):  # it has died, and its answers will be missed
                 worker.pipe.send(request)
-            asked.append((request, worker))
+            pending.append((request, worker))
 
     try:
         team = [started() for _ in range(workers)]
-        for _ in range(prefetch):
-            for worker in team:
-                ask(worker)
-        while asked:
-            request, worker = asked.popleft()
-            if not wait([worker.pipe, worker.process.sentinel], longest_wait):
-                late = f"worker {worker.process.pid} handed nothing over for {longest_wait:g} s"
-                raise LostWorkerError(f"{late}, such as {name(request)}")
-            try:
-                answer, spans = worker.pipe.recv()
-            except (EOFError, OSError) as lost:
-                worker.process.join(1)
-                status = worker.process.exitcode
-                raise LostWorkerError(
-                    f"worker {worker.process.pid} ended with status {status}"
-                ) from lost
-            room = memoryview(next(worker.rooms) or b"")
-            result, error = pickle.loads(
-                answer, buffers=[room[start:stop] for start, stop in spans]
-            )
-            if error is not None:
-                if memory_ran_out(error):
-                    raise LostWorkerError(str(error) or "memory ran out") from error
-                raise error
-            ask(worker)
+        for worker in team * prefetch:
+            send_next(worker)
+        while pending:
+            request, worker = pending.popleft()
+            result = worker.answer(longest_wait, request, name)
+            send_next(worker)
             yield result
     finally:
         kill_all(processes)
@@ -178,9 +185,8 @@ def _work(
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-    # Parent and worker take the rooms in turn from the first, so an answer need not say which one
-    # it is in.
-    for number in count():
+    # Parent and worker take the rooms in turn from the first, so an answer need not name its room.
+    for room in cycle(rooms or [None]):
         request = pipe.recv()
         answer: tuple[Any, Exception | None]
         try:
@@ -189,20 +195,24 @@ def _work(
             if not isinstance(error, DistapError):
                 error.add_note(traceback.format_exc())
             answer = None, error
-        arrays = list[pickle.PickleBuffer]()
-        text = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append if rooms else None)
-        spans = list[tuple[int, int]]()
-        stop = 0
-        for raw in (array.raw() for array in arrays):
-            start = -(-stop // ALIGNED) * ALIGNED
-            spans.append((start, stop := start + raw.nbytes))
-        if stop > ROOM:
-            text = pickle.dumps(answer, protocol=5)
+        pipe.send(_pickled(answer, room))
+
+
+def _pickled(answer: Any, room: mmap.mmap | None) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the pickle of an answer without its arrays, and where in the room each of them is."""
+    if room is not None:
+        buffers = list[pickle.PickleBuffer]()
+        text = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)
+        arrays = [buffer.raw() for buffer in buffers]
+        sizes = (-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)
+        starts = list(accumulate(sizes, initial=0))
+        if starts[-1] <= ROOM:
             spans = []
-            arrays = []
-        for (start, stop), array in zip(spans, arrays, strict=True):
-            rooms[number % len(rooms)][start:stop] = array.raw()
-        pipe.send((text, spans))
+            for start, array in zip(starts, arrays, strict=False):
+                spans.append((start, start + array.nbytes))
+                room[start : start + array.nbytes] = array
+            return text, spans
+    return pickle.dumps(answer, protocol=5), []
 
 
 def kill_all(workers: list[BaseProcess]) -> None:

@@ -1,5 +1,4 @@
-"""Read the samples of WebDataset tar shards strictly: damage raises an error, and no sample is lost
-in silence.
+"""Read the samples of WebDataset tar shards strictly: no sample is lost in silence.
 
 webdataset and tarfile read on after most kinds of damage: tarfile takes a header that it cannot
 read, or a file that is cut between two members, for the end of the archive. An index has to know
@@ -13,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
-from distap.data.images.decoding import DamagedImageError, image_size
-from distap.data.images.formats import IMAGE_SUFFIXES
-from distap.data.labels import NO_CLASS, class_name
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import image_size
+from distap.data.images.formats import FORMAT_BY_SUFFIX
+from distap.data.labels import NO_CLASS, Levels, class_name
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 from distap.storage.texts import MAX_NAME, is_line, parsed_json
@@ -32,7 +32,7 @@ PACKERS = {
 }
 APPLE_DOUBLE = b"\0\5\x16\7"  # the beginning of a ._ file, in which macOS keeps what a tar cannot
 LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
-LETTERS_TOLD = 200  # of the names of a sample's members, in a message
+LETTERS_SHOWN = 200  # of the names of a sample's members, in a message
 MAX_DIGITS = 18  # of a class number, so that it fits int64
 
 
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
     crc32: int
     width: int
     height: int
-    levels: tuple[str, ...] = ()  # names of the coarser classes of its class, finer first
+    levels: Levels = ()
 
 
 def read_samples(
@@ -76,35 +76,28 @@ def read_samples(
     """
     for key, members in read_groups(file, length, where, digest):
         try:
-            label, image, (width, height) = labelled_image(key, members)
-            known = parsed_json(members["json"].data, dict) if levels else {}
-            above = tuple(class_name(known[each]) for each in levels)
+            label, image, size = labelled_image(key, members)
+            facts = parsed_json(members["json"].data, dict) if levels else {}
+            above = tuple(class_name(facts[level]) for level in levels)
         except UnlabelledError as error:
             yield Skipped(key, str(error).partition(": ")[2])
         except DamagedImageError as error:
             if error.reason == "missing_field":
-                raise DamagedShardError(f"{where}: {error}") from error
+                raise DamagedShardError("data.damaged_shard", f"{where}: {error}") from error
             yield Skipped(key, str(error))
         except (KeyError, ValueError) as error:
             raise DamagedShardError(
-                f"{where}: key {key!r} lacks levels in its .json: {error!r}"
+                "data.damaged_shard", f"{where}: key {key!r} lacks levels in its .json: {error!r}"
             ) from error
         else:
-            yield Sample(
-                key,
-                label,
-                image.offset,
-                len(image.data),
-                zlib.crc32(image.data),
-                width,
-                height,
-                above,
-            )
+            checksum = zlib.crc32(image.data)
+            yield Sample(key, label, image.offset, len(image.data), checksum, *size, above)
 
 
 def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> Iterator[Group]:
-    """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.PNG` is
-    `seg.png`.
+    """Yield each key of a shard with its members by field, in order.
+
+    The key of `a/b.seg.PNG` is `a/b`, and its field `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
@@ -116,22 +109,26 @@ def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> 
             are not adjacent.
     """
     seen: set[str] = set()
-    for key, group in groupby(
-        _members(file, length, where, digest), lambda member: _split_name(member.name)[0]
-    ):
+    archive = _members(file, length, where, digest)
+    for key, group in groupby(archive, lambda member: _split_name(member.name)[0]):
         if not is_line(key):
-            limit = f"one line of text of at most {MAX_NAME:,} bytes"
             raise DamagedShardError(
-                f"{where}: key {key[:60]!r} of {len(key):,} letters is not {limit}"
+                "data.damaged_shard",
+                f"{where}: key {key[:60]!r} of {len(key):,} letters is not one line of text of at"
+                f" most {MAX_NAME:,} bytes",
             )
         if key in seen:
-            raise DamagedShardError(f"{where}: the members of key {key!r} are not adjacent")
+            raise DamagedShardError(
+                "data.damaged_shard", f"{where}: the members of key {key!r} are not adjacent"
+            )
         seen.add(key)
         members: dict[str, TarMember] = {}
         for member in group:
             field = _split_name(member.name)[1]
             if field in members:
-                raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
+                raise DamagedShardError(
+                    "data.damaged_shard", f"{where}: key {key!r} has two members .{field}"
+                )
             members[field] = member
         yield key, members
 
@@ -139,42 +136,44 @@ def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> 
 def labelled_image(
     key: str, members: dict[str, TarMember]
 ) -> tuple[int, TarMember, tuple[int, int]]:
-    """Return a sample's class number, its image, and the image's width and height in pixels, from
-    its members.
+    """Return a sample's class number, its image, and the image's width and height in pixels.
 
     Raises DamagedImageError, with reason `missing_field` if the image or its integer label is
     missing, and UnlabelledError if the label stands for no class.
     """
-    images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
+    images = [field for field in members if f".{field}" in FORMAT_BY_SUFFIX]
     if len(images) != 1:
-        found = ", ".join(f".{field}" for field in members)[:LETTERS_TOLD]
-        dotted = any("." in field for field in members)
-        remedy = (
-            "; a key ends at the first dot of a file's name, so rename files that have others"
-            if dotted
-            else ""
-        )
+        fields = ", ".join(f".{field}" for field in members)[:LETTERS_SHOWN]
+        remedy = ""
+        if any("." in field for field in members):
+            remedy = (
+                "; a key ends at the first dot of a file's name, so rename files that have others"
+            )
         raise DamagedImageError(
-            "missing_field", f"key {key!r} needs one image member; it has {found}{remedy}"
+            "missing_field", f"key {key!r} needs one image member; it has {fields}{remedy}"
         )
     if LABEL_FIELD not in members:
         raise DamagedImageError(
             "missing_field", f"key {key!r} has no .{LABEL_FIELD} member with its class number"
         )
-    text = members[LABEL_FIELD].data[:MAX_NAME].decode(errors="replace").strip()
+    label = _label(key, members[LABEL_FIELD].data)
+    image = members[images[0]]
+    return label, image, image_size(image.data)
+
+
+def _label(key: str, data: bytes) -> int:
+    text = data[:MAX_NAME].decode(errors="replace").strip()
     if text.lower() in NO_CLASS:
         raise UnlabelledError(
             "missing_field", f"images without a class: its .{LABEL_FIELD} is {text!r}"
         )
     if not (text.isascii() and text.isdecimal()) or len(text) > MAX_DIGITS:
-        shown = text[:40]
-        problem = (
-            f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at"
-            " most"
+        raise DamagedImageError(
+            "missing_field",
+            f"label {text[:40]!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS}"
+            " digits at most",
         )
-        raise DamagedImageError("missing_field", problem)
-    image = members[images[0]]
-    return int(text), image, image_size(image.data)
+    return int(text)
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -196,11 +195,11 @@ class _ForwardFile:
     def tell(self) -> int:
         return self.position
 
-    def read(self, size: int, most: int = MAX_HEADER) -> bytes:
+    def read(self, size: int, limit: int = MAX_HEADER) -> bytes:
         # A header may lie about a size: never ask for more than the file can hold.
-        if size > most:
+        if size > limit:
             raise tarfile.ReadError(
-                f"a member or header of {size:,} bytes; at most {most:,} are read"
+                f"a member or header of {size:,} bytes; at most {limit:,} are read"
             )
         self.block = self._file.read(max(min(size, self._length - self.position), 0))
         self.position += len(self.block)
@@ -215,35 +214,15 @@ def _members(file: BinaryIO, length: int, where: str, digest: Any) -> Iterator[T
     last = "the beginning"
     try:
         archive = tarfile.TarFile(fileobj=forward, encoding="utf-8", errors="strict")  # type: ignore[arg-type]
-        while (member := archive.next()) is not None:
+        while member := archive.next():
             last = repr(member.name)
             if member.isdir():
                 continue
-            if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-                raise tarfile.ReadError("no plain file (a link, device or the like)")
-            # tarfile has read the header alone and expects the next one at archive.offset: being
-            # elsewhere means that a size in a header lied, or that the file ends within this
-            # member.
-            data = forward.read(member.size, MAX_MEMBER)
-            forward.read(-member.size % TAR_BLOCK)
-            if forward.position != archive.offset:
-                raise tarfile.ReadError("its contents are cut short")
-            if not (
-                member.name.rpartition("/")[2].startswith("._") and data.startswith(APPLE_DOUBLE)
-            ):
+            data = _contents(forward, archive, member)
+            is_apple_double = member.name.rpartition("/")[2].startswith("._")
+            if not (is_apple_double and data.startswith(APPLE_DOUBLE)):
                 yield TarMember(member.name, member.offset_data, data)
-        # tarfile stops without an error at anything that is no header, such as one with a flipped
-        # bit, and takes it for the end. The block that it read last has to be the first of two
-        # blocks of zeros, with only zeros behind.
-        ended = forward.block == bytes(TAR_BLOCK)
-        zeros = True
-        rest = 0
-        while ended and zeros and (more := forward.read(MAX_HEADER)):
-            rest, zeros = rest + len(more), not any(more)
-        if not (ended and zeros) or rest < TAR_BLOCK or rest % TAR_BLOCK:
-            raise tarfile.ReadError(
-                "neither a file nor the end, two blocks of zeros with nothing behind them"
-            )
+        _require_end(forward)
     except (DistapError, OSError, MemoryError):
         raise
     except Exception as error:  # damage makes tarfile raise errors of many kinds
@@ -255,5 +234,37 @@ def _members(file: BinaryIO, length: int, where: str, digest: Any) -> Iterator[T
                 f" {packer[0]}"
             )
         raise DamagedShardError(
-            f"{where}: damaged tar: after {last}, byte {forward.position}: {reason}"
+            "data.damaged_shard",
+            f"{where}: damaged tar: after {last}, byte {forward.position}: {reason}",
         ) from error
+
+
+def _contents(forward: _ForwardFile, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Return the contents of a file whose header tarfile has read."""
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+        raise tarfile.ReadError("no plain file (a link, device or the like)")
+    # tarfile has read the header alone and expects the next one at archive.offset: being elsewhere
+    # means that a size in a header lied, or that the file ends within this member.
+    data = forward.read(member.size, MAX_MEMBER)
+    forward.read(-member.size % TAR_BLOCK)
+    if forward.position != archive.offset:
+        raise tarfile.ReadError("its contents are cut short")
+    return data
+
+
+def _require_end(forward: _ForwardFile) -> None:
+    """Raise an error unless tarfile stopped at the end of the archive, which ends the file.
+
+    tarfile stops without an error at anything that is no header, such as one with a flipped bit,
+    and takes it for the end. The block that it read last has to be the first of two blocks of
+    zeros, with only zeros behind.
+    """
+    is_zero = forward.block == bytes(TAR_BLOCK)
+    start = forward.position
+    while is_zero and forward.read(MAX_HEADER):
+        is_zero = not any(forward.block)
+    behind = forward.position - start
+    if not is_zero or behind < TAR_BLOCK or behind % TAR_BLOCK:
+        raise tarfile.ReadError(
+            "neither a file nor the end, two blocks of zeros with nothing behind them"
+        )

@@ -1,3 +1,1 @@
-"""Losses that depend on similarities through soft histograms: two passes over tiles of pairs,
-linear memory.
-"""
+"""Losses by soft histograms of similarities, in two passes over tiles of pairs, linear memory."""

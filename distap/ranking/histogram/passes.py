@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -31,16 +31,32 @@ from torch.nn.functional import pad
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
-from distap.ranking.loss import Budget, Counter, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, Descriptors, Flags, Labels, Loss, LossValue
 
 WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
+Pairs = Float[Tensor, "r c"]  # of a tile
+# The place of each pair's slope in the table `by_code`, for M bin centres:
+#
+#     code    0 ... M - 2           M - 1               M ... 2 M - 2        2 M - 1
+#     pair    negative in           negative before     positive in          positive
+#             bin `code`            bin 0 or beyond     bin `code` - M       outside: slope 0
+#                                   the last: slope 0
+Codes = UInt8[Tensor, "r c"]
+
+
+class Counted(NamedTuple):
+    """A tile of pass one, and what pass two needs to know of it."""
+
+    tile: Tile
+    codes: Codes | None  # None: found again from the similarities
+    # The pairs have the few codes from this one on, with which to compare; None: look codes up.
+    first_code: int | None
 
 
 @dataclass(frozen=True)
 class HistogramLoss(Loss):
-    """A loss: 1 - a function of each query's soft counts in bins of similarity, averaged over
-    queries.
+    """A mean over queries of 1 - a function of the query's soft counts in bins of similarity.
 
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
     """
@@ -60,8 +76,8 @@ class HistogramLoss(Loss):
     def __post_init__(self) -> None:
         # A pair's bin and whether it is a positive are to fit into a byte.
         if not 2 <= self.centres <= 128:
-            more = self.centres - self.bins
-            raise ValueError(f"bins is {self.bins}; {2 - more} to {128 - more} are possible")
+            beyond = self.centres - self.bins
+            raise ValueError(f"bins is {self.bins}; {2 - beyond} to {128 - beyond} are possible")
         if not self.low < self.high:
             raise ValueError(f"low is {self.low} and high {self.high}; low must be below high")
 
@@ -75,9 +91,7 @@ class HistogramLoss(Loss):
 
     @abstractmethod
     def average_precision(self, negatives: Counts, positives: Counts) -> Float64[Tensor, " b"]:
-        """Return each query's AP from its cumulative soft counts, differentiable; 0 without
-        positives.
-        """
+        """Return each query's AP from its soft counts, differentiable; 0 without positives."""
 
     def counter(self, pairs: int, budget: Budget) -> "Passes":
         return Passes(self, pairs, budget)
@@ -102,18 +116,12 @@ class Passes(Counter):
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
-        self._window = loss.centres - 1 if budget.device.type == "cuda" else WINDOW
-        pays = pairs >= compiling.PAYS_FROM_PAIRS * (
-            compiling.ON_GPU if budget.device.type == "cuda" else 1
-        )
-        # codes of a tile that are compared with, and not looked up
-        self._few = WINDOW + 1 if pays else 0
-        self._fast: Callable[[Callable[..., Any]], Any] = (
-            compiling.compiled if pays else lambda function: function
-        )
-        self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
-        # with their codes, which if kept
-        self._tiles: list[tuple[Tile, slice, UInt8[Tensor, "r c"] | None]] = []
+        is_cuda = budget.device.type == "cuda"
+        self._window = loss.centres - 1 if is_cuda else WINDOW
+        self._compiles = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if is_cuda else 1)
+        # Own images of each part of the gallery, and the part's other images.
+        self._parts: list[tuple[Images, Images]] = []
+        self._tiles: list[Counted] = []
         self._pairs = 0  # that were counted
         # Negatives and positives of each own image at or above each bin but the last, which holds
         # all of them. Counts reach B: float32 within a tile and float64 between tiles stay exact up
@@ -122,74 +130,76 @@ class Passes(Counter):
             2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device
         )
 
-    def add(
-        self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
         first_row = self._counts.shape[1]
-        own, rest = (
-            Images.of(descriptors, labels, each, self.seen, first_row) for each in (is_own, ~is_own)
-        )
-        self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
-        for tile in self._new_tiles(own, rest):
+        queries = Images.of(descriptors, labels, is_own, self.seen, first_row)
+        remote = Images.of(descriptors, labels, ~is_own, self.seen, first_row)
+        self._counts = pad(self._counts, (0, 0, 0, len(queries.labels)))
+        for tile in self._new_tiles(queries, remote):
             self._count(tile)
-        self._parts.append((own, rest))
+        self._parts.append((queries, remote))
         super().add(descriptors, labels, is_own)
 
-    def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
+    def _fast(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return compiling.compiled(function) if self._compiles else function
+
+    def _new_tiles(self, queries: Images, remote: Images) -> Iterator[Tile]:
         # The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
-        # earlier own   earlier rest   new own    new rest earlier own      (done)        (done)
-        # b'          d          b' is b transposed: mirrored new own            b             c
-        # a           d
-        for mine in (own, *(earlier for earlier, _ in self._parts)):
-            yield from tiles(own, mine, self.budget, mirrored=True)  # a, b
-            yield from tiles(mine, rest, self.budget, mirrored=False)  # d
+        #
+        #                        earlier     earlier    new         new
+        #                        queries     remote     queries     remote
+        #     earlier queries    (done)      (done)     b'          d
+        #     new queries        b           c          a           d
+        #
+        # b' is b transposed: b is mirrored.
+        for rows in (queries, *(earlier for earlier, _ in self._parts)):
+            yield from tiles(queries, rows, self.budget, mirrored=True)  # a, b
+            yield from tiles(rows, remote, self.budget, mirrored=False)  # d
         for _, earlier in self._parts:
-            yield from tiles(own, earlier, self.budget, mirrored=False)  # c
+            yield from tiles(queries, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
         similarities = tile.similarities()
         same_class = tile.same_class()
         self._pairs += similarities.numel()
-        codes = (
-            self._codes(tile, similarities, same_class) if self._pairs <= self.budget.half else None
-        )
+        codes = None
+        if self._pairs <= self.budget.half:  # a byte for each
+            codes = self._codes(tile, similarities, same_class)
         sides = [(tile, similarities, same_class)]
         if tile.mirrored:
-            sides.append(
-                (tile.mirror(), similarities.t(), same_class and tile.mirror().same_class())
-            )
-        # a GPU is not waited for
-        least = self.loss.low if similarities.is_cuda else similarities.amin().item()
+            mirror = tile.mirror()
+            sides.append((mirror, similarities.t(), same_class and mirror.same_class()))
+        # A GPU is not waited for.
+        lowest = self.loss.low if similarities.is_cuda else similarities.amin().item()
         # A side is counted twice: its positives, picked out by their columns, then all pairs with
         # -inf in their places, which lies beyond the last bin and counts nowhere.
-        for side, values, found in sides:
-            if found is not None:
-                self._add_counts(
-                    self._counts[1, side.counts], self._positives(side, values, *found), least
-                )
+        for side, values, columns in sides:
+            if columns is not None:
+                positives = self._positives(side, values, *columns)
+                self._add_counts(self._counts[1, side.counts], positives, lowest)
         if same_class is not None:
             _add_in(similarities, *same_class, -torch.inf)
         for side, values, _ in sides:
-            reached = self._add_counts(self._counts[0, side.counts], values, least)
-        # Pairs before bin 0 have the code of those beyond the last, and positives have codes of
-        # their own.
-        first = reached.start if same_class is None and len(reached) < self._few else 0
-        self._tiles.append((tile, slice(first, first + self._few if first else None), codes))
+            reached = self._add_counts(self._counts[0, side.counts], values, lowest)
+        # On a CPU, to compare with few codes takes a third of the time of looking up. That needs
+        # codes in a row: without positives, nor pairs before bin 0 and beyond the last.
+        first_code = None
+        if self._compiles and same_class is None and len(reached) <= WINDOW:
+            first_code = reached.start or None
+        self._tiles.append(Counted(tile, codes, first_code))
 
-    def _add_counts(self, counts: Tensor, similarities: Tensor, least: float) -> range:
+    def _add_counts(self, counts: Tensor, similarities: Tensor, lowest: float) -> range:
+        """Add a tile's soft counts; return the bins that its pairs reach."""
         # Bins before the first that a pair of the tile reaches hold none of them, and those beyond
         # the last hold all.
         high = self.loss.high
         width = self.loss.width
         last = counts.shape[1]
-        # In this order, min and max pass over NaN, which is told later.
-        most = high if similarities.is_cuda else similarities.amax().item()
-        begin = int(min(last - 1, max(0, (high - most) / width)))
-        reached = range(begin, ceil(min(last, max(begin, (high - least) / width) + 1)))
+        # In this order, min and max pass over NaN, for which a later check looks.
+        highest = high if similarities.is_cuda else similarities.amax().item()
+        begin = int(min(last - 1, max(0, (high - highest) / width)))
+        reached = range(begin, ceil(min(last, max(begin, (high - lowest) / width) + 1)))
         for first in reached[:: self._window]:
             soft = self._fast(soft_counts)(
                 similarities, high - first * width, width, self._window + 1
@@ -210,13 +220,8 @@ class Passes(Counter):
         # gradient where there is no loss.
         return similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
 
-    def _codes(
-        self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass
-    ) -> UInt8[Tensor, "r c"]:
-        # The place of each pair's slope in the table `by_code`, for M bin centres:  0 ... M - 2
-        # a negative in this bin          M ... 2 M - 2    a positive in bin code - M M - 1
-        # a negative outside: slope 0     2 M - 1          a positive outside: slope 0
-        codes: Tensor = self._fast(bin_codes)(
+    def _codes(self, tile: Tile, similarities: Pairs, same_class: SameClass) -> Codes:
+        codes = self._fast(bin_codes)(
             similarities, self.loss.high, self.loss.width, self.loss.centres
         )
         if same_class is not None:
@@ -235,7 +240,7 @@ class Passes(Counter):
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         # From the order of counting, part by part and by class, to that of `gathered.own`.
-        order = torch.cat([own.positions for own, _ in self._parts]).argsort()
+        order = torch.cat([queries.positions for queries, _ in self._parts]).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted, and no
@@ -263,28 +268,29 @@ class Passes(Counter):
             loss, torch.where(weight > 0, losses, torch.nan), self._gradient(by_code)[order]
         )
 
-    def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
-        # Pass two. The similarity of i and j moves the counts of both as queries:  dL/dd_i = sum
-        # over j of ( slope of query i for the pair + slope of query j for the pair ) d_j  Both
-        # slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part
-        # of a descriptor's gradient comes from its own row of pairs, and no B x C values have to be
-        # reduced over ranks.
-        gradient = slopes.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
-        by_images = {images: slopes[:, images.positions] for images in chain(*self._parts)}
-        for tile, few, kept in self._tiles:
-            codes = (
-                self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
-            )
-            by_row = by_images[tile.queries][few, tile.rows].t()
-            by_column = by_images[tile.others][few, tile.columns]
-            by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column, few.start)
-            gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
-            # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
+    def _gradient(self, by_code: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
+        # Pass two. The similarity of i and j moves the counts of both as queries:
+        #
+        #     dL/dd_i = sum over j of (slope of query i for the pair + slope of query j for it) d_j
+        #
+        # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every
+        # part of a descriptor's gradient comes from its own row of pairs, and no B x C values have
+        # to be reduced over ranks.
+        gradient = by_code.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
+        by_images = {images: by_code[:, images.positions] for images in chain(*self._parts)}
+        for tile, codes, first in self._tiles:
+            if codes is None:
+                codes = self._codes(tile, tile.similarities(), tile.same_class())
+            looked_up = slice(first, None if first is None else first + WINDOW + 1)
+            by_row = by_images[tile.queries][looked_up, tile.rows].t()
+            by_column = by_images[tile.gallery][looked_up, tile.columns]
+            slopes = self._fast(slope_of_pairs)(codes, by_row, by_column, first)
+            gradient[tile.counts].addmm_(slopes, tile.gallery.descriptors[tile.columns])
+            # The sum of both slopes is symmetric, so the mirror image needs no lookup of its own.
             if tile.mirrored:
-                gradient[tile.mirror().counts].addmm_(
-                    by_similarity.t(), tile.queries.descriptors[tile.rows]
-                )
-        # their memory is free from now on
+                mirror = tile.mirror()
+                gradient[mirror.counts].addmm_(slopes.t(), tile.queries.descriptors[tile.rows])
+        # Their memory is free from now on.
         self._tiles = []
         self._parts = []
         return gradient
@@ -298,15 +304,21 @@ def _add_in(
 
 
 def soft_counts(
-    similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
+    similarities: Pairs, high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
-    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9);
-    skip -inf.
+    """Return cumulative soft counts per row, in all bins but the last (Revaud et al. 2019, eq. 9).
+
+    Pairs of -inf count nowhere.
     """
-    # With t = (high - s) / width, a pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu
-    # serves two bins, and unlike a clamp it is one operation when compiled.  1 |‾‾‾‾‾‾‾‾\ |
-    # \            of bin m, over t 0 |__________\_____ t = m   m + 1  Rounded once at a power of
-    # two, t loses no more digits, so that a pair of an earlier bin adds exactly 1.
+    # With t = (high - s) / width, a pair adds relu(m + 1 - t) - relu(m - t) to bin m:
+    #
+    #     1 |‾‾‾‾‾‾‾‾\
+    #       |         \             of bin m, over t
+    #     0 |__________\_____
+    #             t = m  m + 1
+    #
+    # Each relu serves two bins, and unlike a clamp it is one operation when compiled. Rounded once
+    # at a power of two, t loses no more digits, so that a pair of an earlier bin adds exactly 1.
     top = 2 ** bins.bit_length()
     from_top = top - ((high - similarities) / width).relu_()
     counts = from_top.new_empty(bins - 1, len(from_top))
@@ -318,30 +330,26 @@ def soft_counts(
     return -counts.t()
 
 
-def bin_codes(
-    similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
-) -> UInt8[Tensor, "r c"]:
-    """Return the bin of each pair, 0 to bins - 2; or bins - 1 for similarities outside the
-    range."""
+def bin_codes(similarities: Pairs, high: float, width: float, bins: int) -> Codes:
+    """Return the bin of each pair, 0 to bins - 2, or bins - 1 outside the range."""
     t = (high - similarities) / width
     # Beyond the ends the counts are flat, and so is the loss: such a pair has slope 0.
     return torch.where(t < 0, bins - 1, t.clamp(0, bins - 1)).to(torch.uint8)
 
 
 def slope_of_pairs(
-    codes: UInt8[Tensor, "r c"],
+    codes: Codes,
     by_row: Float[Tensor, "r codes"],
     by_column: Float[Tensor, "codes c"],
-    first: int,
-) -> Float[Tensor, "r c"]:
-    """Return the loss's derivative by each similarity: the slope of the row's query plus that of
-    the column's.
+    first: int | None,
+) -> Pairs:
+    """Return the loss's derivative by each similarity: the row's slope plus the column's.
+
+    The tables hold the slopes of all codes, or of a few codes from `first` on.
     """
-    if first == 0:
+    if first is None:
         index = codes.long()
         return by_row.gather(1, index) + by_column.gather(0, index)
-    # These are few codes, from `first` on. On a CPU, to compare with them takes a third of the time
-    # of looking up.
     place = codes.int() - first
     of_row = by_row[:, :1]
     of_column = by_column[:1]

@@ -14,16 +14,20 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.ranking.gathered import Gathered, QueryWeights, runs
+from distap.ranking.gathered import Gathered, PaddedColumns, QueryWeights, runs
 from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
 # With fewer rows, products of descriptors are slower; more rows leave the cache in the functions
 # between.
 TILES_OF_A_BLOCK = 8
-# similarities of r queries to all N images that they are ranked against
+# Of r queries, which are ranked against N images, of which at most P are of a query's class.
 Scores = Float[Tensor, "r N"]
 Mask = Bool[Tensor, "r N"]
+PerQuery = Float[Tensor, " r"]
+PerPositive = Float[Tensor, "r P"]
+# Sums over the queries of all ranks, of a shape that the loss chooses.
+Totals = Float64[Tensor, "..."]
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,8 @@ class Rows:
     So positives are tables of P columns, and what is computed for each positive is not computed for
     all N images:
 
-        similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns, q is
-        padding
-                             | + . - + . + ...                         | 0 3 5 q
+        similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns,
+                             | + . - + . + ...                         | 0 3 5 q     q is padding
     """
 
     similarities: Float[Tensor, "r N"]
@@ -54,14 +57,13 @@ class Rows:
     tie_width: float  # difference up to which two similarities tie
 
     @cached_property
-    def negatives(self) -> Float[Tensor, "r N"]:
+    def negatives(self) -> Scores:
         """Return the similarities to negatives, with -inf in the columns of the query's class."""
         return self.similarities.scatter(1, self.same_class, -torch.inf)
 
     @cached_property
-    def positives(self) -> Float[Tensor, "r P"]:
-        """Return the similarities to images of the query's class, in the columns of
-        `same_class`."""
+    def positives(self) -> PerPositive:
+        """Return the similarities to images of the query's class, by `same_class`."""
         return self.similarities.gather(1, self.same_class)
 
     @cached_property
@@ -69,13 +71,13 @@ class Rows:
         return self.is_positive.sum(1, keepdim=True).clamp(min=1).to(self.similarities.dtype)
 
     @cached_property
-    def positive_columns(self) -> Bool[Tensor, "r N"]:
+    def positive_columns(self) -> Mask:
         # A sum, since padding names the query's column again.
         times = torch.zeros(self.similarities.shape, dtype=torch.int32, device=self.queries.device)
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     @cached_property
-    def negative_columns(self) -> Bool[Tensor, "r N"]:
+    def negative_columns(self) -> Mask:
         return torch.ones_like(self.positive_columns).scatter_(1, self.same_class, False)
 
     def without_query(self) -> "Rows":
@@ -84,19 +86,14 @@ class Rows:
             self, is_positive=self.is_positive & (self.same_class != self.queries[:, None])
         )
 
-    def with_positives(
-        self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
-    ) -> Float[Tensor, "r N"]:
-        """Add derivatives by positives to those by negatives, which are 0 elsewhere, in place;
-        return the sum.
-        """
+    def with_positives(self, by_negative: Scores, by_positive: PerPositive) -> Scores:
+        """Add slopes by positives, in place, to those by negatives, which are 0 elsewhere."""
         return by_negative.scatter_add_(1, self.same_class, by_positive * self.is_positive)
 
 
 @dataclass(frozen=True, kw_only=True)  # a first number is for a subclass's own first field
 class SimilarityLoss(Loss):
-    """A loss that averages, over queries, a function of each query's similarities to the whole
-    gallery.
+    """A mean over queries of a function of each query's similarities to the whole gallery.
 
     A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with
     a derivative by hand that takes less memory. The queries are ranked a block at a time, each rank
@@ -109,26 +106,26 @@ class SimilarityLoss(Loss):
     """Weigh all queries alike (uniform), all classes (class), or as `extra` says (given)."""
     formula: ClassVar[tuple[str, int]] = ("loss", 3)
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         """Return the loss of each of r queries, differentiable by the similarities.
 
         Further parameters without a default take rows (r, ...) of the queries' `extra` tensors of
         that name.
 
         Args:
-            similarities: (r, N) to the whole gallery of N images, in any order. positive: which are
-                of the query's class; the query itself is one of them if `self_pair`. negative:
-                which are of another class.
+            similarities: (r, N) to the whole gallery of N images, in any order.
+            positive: which are of the query's class; the query itself is one of them if
+                `self_pair`.
+            negative: which are of another class.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has to define `loss` or `value_and_slopes`"
         )
 
     def loss_of_rows(self, similarities: Scores, rows: Rows) -> Tensor:
-        """Return (r,) `loss` of a block; a loss that compares similarities overrides this to see
-        the rows' tie width.
+        """Return `loss` of a block, differentiable by `similarities`, which are those of the rows.
 
-        `similarities` are those of the rows, and the loss is differentiable by them.
+        A loss that compares similarities overrides this to see the rows' tie width.
         """
         return self.loss(similarities, rows.positive_columns, rows.negative_columns, **rows.extra)
 
@@ -137,9 +134,8 @@ class SimilarityLoss(Loss):
         """Return the parameters that `loss` uses next to the similarities."""
         return self.parameters
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "..."]) -> tuple[Tensor, ...]:
-        """Return each query's loss, (r,), and the derivative of the weighted sum by similarities,
-        (r, N).
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
+        """Return each query's loss, (r,), and the weighted sum's slope by similarities, (r, N).
 
         Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed
         over all queries of all ranks.
@@ -148,26 +144,26 @@ class SimilarityLoss(Loss):
             similarities = rows.similarities.detach().requires_grad_()
             value = self.loss_of_rows(similarities, rows)
             if value.shape != rows.weights.shape:
-                shapes = (
-                    f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one"
-                    " value a query"
+                raise DistapError(
+                    "loss.wrong_shape",
+                    f"{type(self).__name__} gave shape {tuple(value.shape)}; expected"
+                    f" {tuple(rows.weights.shape)}: one value a query",
                 )
-                raise DistapError(f"{type(self).__name__} {shapes}")
-            found = gradients((rows.weights * value).sum(), similarities, *self.used)
-        return value.detach(), *found
+            slopes = gradients((rows.weights * value).sum(), similarities, *self.used)
+        return value.detach(), *slopes
 
     def shape_of_totals(self, columns: int) -> tuple[int, ...]:
-        """Return the shape of the sums over all queries that `value_and_slopes` needs; without
-        numbers, no pass.
-        """
+        """Return the shape of the sums over all queries that `value_and_slopes` needs, if any."""
         return (0,)
 
-    def totals(self, rows: Rows) -> Float64[Tensor, "..."]:
+    def totals(self, rows: Rows) -> Totals:
         """Return what a block adds to these sums."""
         raise NotImplementedError
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        value, of_batch = self.over_blocks(gathered, gathered.gallery, len(gathered.images), budget)
+        value, of_batch = self.over_blocks(
+            gathered, gathered.gallery, len(gathered.samples), budget
+        )
         # One reduce-scatter of B C numbers, which the histograms' losses do without: their slopes
         # are symmetric. An image gets both: what it wants as a query, and what the queries of all
         # ranks want of it.
@@ -176,10 +172,11 @@ class SimilarityLoss(Loss):
     def over_blocks(
         self, gathered: Gathered, gallery: Float[Tensor, "N C"], moving: int, budget: Budget
     ) -> tuple[LossValue, Float[Tensor, "moving C"]]:
-        """Rank this rank's queries; return loss and gradient, and their part of that of the
-        gallery's first images.
+        """Rank this rank's queries.
 
-        The others, which a memory remembers of earlier steps, get no gradient.
+        Returns loss and gradient by these queries, and the part of the gradient by the gallery's
+        first `moving` images that comes from them. The others, which a memory remembers of earlier
+        steps, get no gradient.
         """
         weights = gathered.query_weights(self.weights, 1 + self.needs_positives, self.query_level)
         totals = weights.new_zeros(self.shape_of_totals(len(gallery)))
@@ -193,27 +190,30 @@ class SimilarityLoss(Loss):
         #     dL/dD = Gᵀ Q     all rows, summed over blocks here, and over ranks by the caller
         #
         # A block is forgotten before the next one, so memory holds r N pairs, whatever the batch.
-        descriptors = gathered.descriptors
         own_weights = weights[gathered.own]
-        of_gallery = torch.zeros_like(gallery[:moving])
-        of_queries = torch.zeros_like(descriptors[: len(own_weights)])
+        by_gallery = torch.zeros_like(gallery[:moving])
+        by_queries = torch.zeros_like(gathered.descriptors[: len(own_weights)])
         per_query = torch.zeros_like(own_weights)
-        by_parameters = [torch.zeros_like(one) for one in self.used]
-        for which, rows in self.blocks(gathered, gallery, weights, budget):
-            values, slopes, *others = self.value_and_slopes(rows, totals)
-            per_query[which] = values.double()
-            for total, part in zip(by_parameters, others, strict=True):
-                total += part
+        by_parameters = [torch.zeros_like(parameter) for parameter in self.used]
+        for numbers, rows in self.blocks(gathered, gallery, weights, budget):
+            values, slopes, *of_parameters = self.value_and_slopes(rows, totals)
+            per_query[numbers] = values.double()
+            for total, addend in zip(by_parameters, of_parameters, strict=True):
+                total += addend
             # Its own similarity is constant at length 1: the slope would only change the
             # descriptor's length.
             if gathered.of_unit_length and gallery is gathered.gallery:
-                slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
-            of_queries[which] = slopes @ gallery
-            of_gallery.addmm_(slopes[:, :moving].t(), descriptors[rows.queries])
-        loss = gathered.world.sum((own_weights * per_query).sum())
-        per_query = torch.where(own_weights > 0, per_query, torch.nan)
-        found = tuple(gathered.world.sum(one.to(gallery)).to(one) for one in by_parameters)
-        return LossValue(loss, per_query, of_queries, found), of_gallery
+                slopes[torch.arange(len(numbers), device=numbers.device), rows.queries] = 0
+            by_queries[numbers] = slopes @ gallery
+            by_gallery.addmm_(slopes[:, :moving].t(), gathered.descriptors[rows.queries])
+        sums = [gathered.world.sum(total.to(gallery)).to(total) for total in by_parameters]
+        value = LossValue(
+            value=gathered.world.sum((own_weights * per_query).sum()),
+            per_query=torch.where(own_weights > 0, per_query, torch.nan),
+            gradient=by_queries,
+            by_parameters=tuple(sums),
+        )
+        return value, by_gallery
 
     def blocks(
         self,
@@ -228,27 +228,22 @@ class SimilarityLoss(Loss):
         own = gathered.own
         counted = (weights[own] > 0).nonzero().flatten()
         order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
-        most = max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))
-        for which in order.split(most) if len(order) else ():
-            queries = own[which]
+        height = max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))
+        for numbers in order.split(height) if len(order) else ():
+            queries = own[numbers]
             levels, same_class, is_positive = self.columns(gathered, queries)
-            similarities = gathered.descriptors[queries] @ gallery.t()
-            weight = weights[queries].to(gallery.dtype)
-            extra = {name: gathered.extra[name][queries] for name in self.taken}
-            pairs = len(order) * len(gallery)
-            width = gathered.tie_width
             yield (
-                which,
+                numbers,
                 Rows(
-                    similarities,
-                    levels,
-                    queries,
-                    same_class,
-                    is_positive,
-                    weight,
-                    pairs,
-                    extra,
-                    width,
+                    similarities=gathered.descriptors[queries] @ gallery.t(),
+                    levels=levels,
+                    queries=queries,
+                    same_class=same_class,
+                    is_positive=is_positive,
+                    weights=weights[queries].to(gallery.dtype),
+                    pairs=len(order) * len(gallery),
+                    extra={name: gathered.extra[name][queries] for name in self.taken},
+                    tie_width=gathered.tie_width,
                 ),
             )
 
@@ -265,9 +260,7 @@ class SimilarityLoss(Loss):
         return levels, same_class, is_positive
 
 
-def padded_columns(
-    wanted: Bool[Tensor, "r N"], padding: Int64[Tensor, " r"]
-) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
+def padded_columns(wanted: Mask, padding: Int64[Tensor, " r"]) -> PaddedColumns:
     """Return the columns wanted in each row, ascending, and which are no padding."""
     # `nonzero` goes row by row, so an image's place in its row is its number less the first number
     # of the row: no sort and no loop over rows, whose counts differ.
@@ -303,9 +296,12 @@ class DescriptorLoss(Loss):
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        if len(gathered.gallery) > len(gathered.images):
-            kind = f"{type(self).__name__} is a loss of the batch's descriptors"
-            raise DistapError(f"{kind}, so it cannot rank against a memory of earlier ones")
+        if len(gathered.gallery) > len(gathered.samples):
+            raise DistapError(
+                "loss.takes_no_memory",
+                f"{type(self).__name__} is a loss of the batch's descriptors, so it cannot rank"
+                " against a memory of earlier ones",
+            )
         if gathered.world.size > 1:
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
@@ -316,30 +312,27 @@ class DescriptorLoss(Loss):
             value = self.loss(descriptors, gathered.labels.clone(), **extra)
             if value.shape:
                 raise DistapError(
-                    f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar"
+                    "loss.wrong_shape",
+                    f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar",
                 )
             if not value.requires_grad and value:  # without a pair it is 0
                 raise DistapError(
-                    f"the loss, {value:g}, has no graph: is it detached, or computed outside torch?"
+                    "loss.no_graph",
+                    f"the loss, {value:g}, has no graph: is it detached, or computed outside"
+                    " torch?",
                 )
-            gradient, *others = gradients(value, descriptors, *self.parameters)
-        return LossValue(value.detach().double(), None, gradient, tuple(others))
+            gradient, *by_parameters = gradients(value, descriptors, *self.parameters)
+        return LossValue(value.detach().double(), None, gradient, tuple(by_parameters))
 
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
-    """Return the derivative of a loss by each tensor; zeros if it has none, as when no pair is
-    left.
-    """
+    """Return the derivative of a loss by each tensor: zeros if it has none, as without pairs."""
     refuse_other_leaves(
         [value],
         by,
         "the loss closes over it; write the loss as a module that has it as a parameter",
     )
-    found = (
-        torch.autograd.grad(value, by, allow_unused=True)
-        if value.requires_grad
-        else [None] * len(by)
-    )
-    return tuple(
-        torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True)
-    )
+    if not value.requires_grad:
+        return tuple(map(torch.zeros_like, by))
+    slopes = torch.autograd.grad(value, by, allow_unused=True, materialize_grads=True)
+    return tuple(slopes)

@@ -4,18 +4,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from pydantic import PositiveFloat
 from torch import Tensor
 from torch.nn import functional
 
-from distap.ranking.losses.base import Rows, SimilarityLoss
+from distap.ranking.losses.base import Rows, SimilarityLoss, Totals
 
 
 @dataclass(frozen=True)
 class BlackBoxAP(SimilarityLoss):
-    """1 - AP of the exact ranking; the gradient is a difference of two rankings (Rolínek et al.
-    2020).
+    """1 - AP of the exact ranking, with the difference of two as gradient (Rolínek et al. 2020).
 
     Ranks are piecewise constant in the similarities. With r the ranks over N, the derivative by the
     similarities is taken as (r(s + lam dL/dr) - r(s)) / lam: how the ranking changes when the
@@ -33,9 +32,7 @@ class BlackBoxAP(SimilarityLoss):
     negatives raised by half of it. (The paper's code draws the margin of each pair at random.)"""
     is_ap: ClassVar[bool] = True
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, Tensor]:
         positive = rows.positive_columns
         is_ranked = ~rows.negatives.isinf() | positive
         # The query itself is not ranked: it goes to the end and shifts nobody's rank.
@@ -44,25 +41,20 @@ class BlackBoxAP(SimilarityLoss):
         count = is_ranked.sum(1, keepdim=True)
         rank = _ranks(scores, rows.tie_width) / count
         of_positive = rank.gather(1, rows.same_class)
-        among_positives = (
-            _ranks(-of_positive.masked_fill(~rows.is_positive, torch.inf), 0.0) / count
-        )
+        positives = of_positive.masked_fill(~rows.is_positive, torch.inf)
+        among_positives = _ranks(-positives, 0.0) / count
         # AP is the mean over positives of their rank among positives over their rank among all. Its
         # derivative by the latter moves the scores; one more sort of the moved scores then stands
         # for the derivative of sorting.
         precision = among_positives / of_positive * rows.is_positive / rows.positive_count
         by_rank = rows.weights[:, None] * precision / of_positive
         moved = scores.scatter_add(1, rows.same_class, self.lam * by_rank * rows.is_positive)
-        return (
-            1 - precision.sum(1).double(),
-            (_ranks(moved, rows.tie_width) / count - rank) / self.lam * is_ranked,
-        )
+        slopes = (_ranks(moved, rows.tie_width) / count - rank) / self.lam * is_ranked
+        return 1 - precision.sum(1).double(), slopes
 
 
 def _ranks(scores: Float[Tensor, "r n"], tie_width: float) -> Float[Tensor, "r n"]:
-    """Return each score's rank in its row, from 1 for the greatest; among scores that tie the first
-    column leads.
-    """
+    """Return each score's rank in its row, from 1 for the greatest; of ties the first leads."""
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     # A gap wider than a tie begins a new group. Sorted by group alone, columns of a group keep
     # their order.

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from jaxtyping import Float64
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from distap.ranking.loss import Presets
-from distap.ranking.losses.base import Rows, SimilarityLoss
+from distap.ranking.losses.base import Rows, SimilarityLoss, Totals
 from distap.ranking.losses.smooth import SupAP
 
 
@@ -40,25 +39,21 @@ class Calibration(SimilarityLoss):
     def shape_of_totals(self, columns: int) -> tuple[int, ...]:
         return (2,) if self.form == "violating" else (0,)
 
-    def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
+    def totals(self, rows: Rows) -> Totals:
         # The weights of the violating positive and negative pairs.
         weight = rows.weights.double()
-        return torch.stack([(weight * (part > 0).sum(1)).sum() for part in self._violations(rows)])
+        violations = self._violations(rows)
+        return torch.stack([(weight * (excess > 0).sum(1)).sum() for excess in violations])
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, Tensor]:
         pull, push = self._violations(rows)
         positives = negatives = torch.ones_like(rows.positive_count)
         if self.form == "violating":
-            positives, negatives = (
-                1 / total.clamp(min=torch.finfo().tiny).to(pull.dtype) for total in totals
-            )
+            positives, negatives = 1 / totals.clamp(min=torch.finfo().tiny).to(pull.dtype)
         elif self.form == "all":
+            count = (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1)
             positives = 1 / rows.positive_count
-            negatives = 1 / (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1).to(
-                pull.dtype
-            )
+            negatives = 1 / count.to(pull.dtype)
         # Both parts are linear where they violate: the slope is the factor of the mean, or 0.
         value = (pull * positives).sum(1) + (push * negatives).sum(1)
         weight = rows.weights[:, None]
@@ -71,15 +66,13 @@ class Calibration(SimilarityLoss):
         # put there.
         pull = (self.alpha - rows.positives).masked_fill(~rows.is_positive, 0)
         push = rows.negatives - self.beta
-        return pull.masked_fill(pull <= rows.tie_width, 0), push.masked_fill(
-            push <= rows.tie_width, 0
-        )
+        pull = pull.masked_fill(pull <= rows.tie_width, 0)
+        return pull, push.masked_fill(push <= rows.tie_width, 0)
 
 
 @dataclass(frozen=True)
 class Roadmap(SupAP, Calibration):
-    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one computation of
-    similarities.
+    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from the same similarities.
 
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
     """
@@ -90,15 +83,14 @@ class Roadmap(SupAP, Calibration):
     """Factor of the sum; the authors' configuration adds both losses whole (2)."""
     is_ap: ClassVar[bool] = False
     presets: ClassVar[Presets] = {
-        name: {**of, "form": "violating", "scale": 2.0} for name, of in SupAP.presets.items()
+        name: {**preset, "form": "violating", "scale": 2.0}
+        for name, preset in SupAP.presets.items()
     }
 
-    def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
+    def totals(self, rows: Rows) -> Totals:
         return Calibration.totals(self, rows.without_query())
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, Tensor]:
         # Both take the same block: similarities are multiplied once, where a sum of two losses
         # would do it twice.
         ranking, by_ranking = SupAP.value_and_slopes(self, rows, totals)

@@ -1,6 +1,4 @@
-"""Make a loss from a function: `@distap.loss` for one with settings, or any function in place of a
-loss.
-"""
+"""Make a loss from a function: `@distap.loss` for one with settings, or any function as it is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -14,16 +12,17 @@ from distap.ranking.losses.base import DescriptorLoss, Mask, Scores, SimilarityL
 
 
 def loss(function: Callable[..., Tensor]) -> type[Loss]:
-    """Make a listwise loss from a function; its further parameters become settings if they have a
-    default.
+    """Make a listwise loss from a function, whose parameters with a default become settings.
 
         @distap.loss
         def hinge(similarities, same_class, margin=0.1):
-            hardest = similarities.masked_fill(same_class, -1).amax(1, keepdim=True) return
-            ((hardest - similarities + margin).clamp(min=0) * same_class).sum(1) / same_class.sum(1)
+            hardest = similarities.masked_fill(same_class, -1).amax(1, keepdim=True)
+            losses = (hardest - similarities + margin).clamp(min=0) * same_class
+            return losses.sum(1) / same_class.sum(1)
 
-        Multistage(network, loss=hinge(margin=0.2))     # in a recipe: loss: {name:
-        "my_package:hinge", margin: 0.2}
+        Multistage(network, loss=hinge(margin=0.2))
+
+    In a recipe it is `loss: {name: "my_package:hinge", margin: 0.2}`.
 
     Args:
         function: of `similarities` (r, N-1) of r queries to all images but themselves, and
@@ -40,20 +39,23 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     """
     parameters = list(signature(function).parameters.values())
     bases = {"similarities, same_class": _OfSimilarities, "descriptors, labels": _OfDescriptors}
-    base = bases.get(", ".join(one.name for one in parameters[:2]))
+    base = bases.get(", ".join(parameter.name for parameter in parameters[:2]))
     if base is None:
         raise TypeError(
             f"{function.__name__} has to take (similarities, same_class) or (descriptors, labels)"
             " first"
         )
     settings = []
-    for one in (each for each in parameters[2:] if each.default is not Parameter.empty):
-        if one.name in ("weights", "self_pair"):
+    for parameter in parameters[2:]:
+        if parameter.default is Parameter.empty:
+            continue
+        if parameter.name in ("weights", "self_pair"):
             raise TypeError(
-                f"{function.__name__}: a setting cannot be called {one.name}, which every loss has"
+                f"{function.__name__}: a setting cannot be called {parameter.name}, which every"
+                " loss has"
             )
-        kind = Any if one.annotation is Parameter.empty else one.annotation
-        settings.append((one.name, kind, field(default=one.default)))
+        kind = Any if parameter.annotation is Parameter.empty else parameter.annotation
+        settings.append((parameter.name, kind, field(default=parameter.default)))
     inside = {
         "function": staticmethod(function),
         "__doc__": function.__doc__,
@@ -77,16 +79,13 @@ class _OfDescriptors(DescriptorLoss):
 
 @dataclass(frozen=True)
 class FunctionLoss(_OfDescriptors):
-    """Any function of descriptors (B, C) and labels (B,) that returns a scalar; rank 0 calls it for
-    all ranks.
-    """
+    """Any function of descriptors (B, C) and labels (B,) to a scalar, called on rank 0 for all."""
 
     function: Callable[..., Tensor]
 
     @property
     def given(self) -> Callable[..., Tensor]:
-        """Return the function; a run records where it is defined, since it has no name in a
-        recipe."""
+        """The function. A run records where it is defined, since it has no name in a recipe."""
         return self.function
 
     @property
@@ -103,12 +102,18 @@ class _OfSimilarities(SimilarityLoss):
     def loss(self, similarities: Scores, positive: Mask, negative: Mask, **extra: Tensor) -> Tensor:
         # A user's function need not know of the query's own column: each row has one less than the
         # gallery.
-        others = positive | negative
-        columns = (each[others].view(len(each), -1) for each in (similarities, positive))
-        return self.function(*columns, **extra, **_settings(self))
+        is_other = positive | negative
+        count = len(similarities)
+        return self.function(
+            similarities[is_other].view(count, -1),
+            positive[is_other].view(count, -1),
+            **extra,
+            **_settings(self),
+        )
 
 
 def _settings(made: Loss) -> dict[str, Any]:
     """Return the fields of the loss that the function takes as arguments."""
-    inherited = {"function", *(one.name for one in fields(_OfSimilarities))}
-    return {one.name: getattr(made, one.name) for one in fields(made) if one.name not in inherited}
+    inherited = {"function", *(setting.name for setting in fields(_OfSimilarities))}
+    names = [setting.name for setting in fields(made) if setting.name not in inherited]
+    return {name: getattr(made, name) for name in names}

@@ -1,5 +1,4 @@
-"""Losses of pairs and triplets in the whole global batch: SupCon, InfoNCE, sigmoid,
-multi-similarity, contrastive, triplet."""
+"""Losses of pairs and triplets of the whole batch: SupCon, InfoNCE, sigmoid, triplet and others."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,8 +15,8 @@ from torch.nn.functional import normalize
 
 from distap.ranking.gathered import Gathered, tie_width
 from distap.ranking.loss import Budget, KnownClasses, LossValue
-from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
-from distap.ranking.losses.steps import hinge_step, softplus, softplus_step, step_sums
+from distap.ranking.losses.base import Mask, PerQuery, Rows, Scores, SimilarityLoss, Totals
+from distap.ranking.losses.steps import Step, hinge_step, softplus, softplus_step, step_sums
 
 SMALLEST = 1e-14  # squared distance, since the root has no derivative at 0
 
@@ -31,14 +30,12 @@ class PairLoss(SimilarityLoss):
 
 @dataclass(frozen=True)
 class SupCon(PairLoss):
-    """Supervised contrastive loss (Khosla et al. 2020, eq. 2): a softmax over all other images, for
-    each positive.
-    """
+    """Supervised contrastive loss (Khosla et al. 2020, eq. 2): a softmax over all other images."""
 
     temperature: PositiveFloat = 0.07
     """Temperature of the similarities."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         logits = similarities / self.temperature
         of_all = logits.masked_fill(~(positive | negative), -torch.inf).logsumexp(1)
         return of_all - (logits * positive).sum(1) / positive.sum(1).clamp(min=1)
@@ -46,11 +43,9 @@ class SupCon(PairLoss):
 
 @dataclass(frozen=True)
 class InfoNCE(SupCon):
-    """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives, without
-    other positives.
-    """
+    """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         logits = similarities / self.temperature
         of_negatives = logits.masked_fill(~negative, -torch.inf).logsumexp(1, keepdim=True)
         # ln(e^p + sum of e^n) - p
@@ -60,8 +55,7 @@ class InfoNCE(SupCon):
 
 @dataclass(frozen=True)
 class Sigmoid(PairLoss):
-    """Sigmoid loss of all pairs (SigLIP, Zhai et al. 2023): the mean of softplus(-z (t s + b)), z =
-    1 or -1.
+    """Sigmoid loss of all pairs (SigLIP, Zhai et al. 2023): the mean of softplus(-z (t s + b)).
 
     z is 1 for positives and -1 for negatives. The scale t = e^log_scale and the bias b are trained
     with the network.
@@ -84,24 +78,19 @@ class Sigmoid(PairLoss):
             {name: nn.Parameter(torch.tensor(value)) for name, value in first.items()}
         )
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
-        scale, bias = (
-            one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"])
-        )
-        others = positive | negative
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
+        scale = self.learned["log_scale"].exp().to(similarities)
+        bias = self.learned["bias"].to(similarities)
+        is_counted = positive | negative
         # -z is 1 for a negative, and -1 for a positive.
-        losses = (
-            softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias))
-            * others
-        )
-        return losses.sum(1) / others.sum(1).clamp(min=1)
+        signs = negative.to(similarities.dtype) * 2 - 1
+        losses = softplus(signs * (scale * similarities + bias)) * is_counted
+        return losses.sum(1) / is_counted.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
 class MultiSimilarity(PairLoss):
-    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of the hard pairs that `epsilon`
-    selects.
-    """
+    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of pairs that `epsilon` selects."""
 
     alpha: PositiveFloat = 2.0
     """Sharpness of the weights of positives."""
@@ -113,7 +102,7 @@ class MultiSimilarity(PairLoss):
     """Take pairs within this similarity of the hardest one of the other kind; null takes all
     pairs."""
 
-    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> PerQuery:
         positive = rows.positive_columns
         negative = rows.negative_columns
         if self.epsilon is not None:
@@ -130,16 +119,14 @@ class MultiSimilarity(PairLoss):
 
 @dataclass(frozen=True)
 class DistanceLoss(PairLoss):
-    """A loss of Euclidean distances, in float64, because distances near 0 are mostly rounding in
-    float32.
-    """
+    """A loss of Euclidean distances, in float64: near 0 they are mostly rounding in float32."""
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Twice the memory of the gallery; rounding to float32 at the end costs nothing that counts.
         dtype = gathered.gallery.dtype
         exact = replace(gathered, gallery=normalize(gathered.gallery.double()), given_dtype=dtype)
-        found = super().value_and_gradient(exact, budget)
-        return found._replace(gradient=found.gradient.to(dtype))
+        value = super().value_and_gradient(exact, budget)
+        return value._replace(gradient=value.gradient.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -156,7 +143,7 @@ class Contrastive(DistanceLoss):
     negatives: PositiveInt | None = None
     """Take this many nearest negatives of a query; null takes all within the margin."""
 
-    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> PerQuery:
         positive = rows.positive_columns
         negative = rows.negative_columns
         distances = _distances(similarities)
@@ -191,37 +178,42 @@ class Triplet(DistanceLoss):
     squared: bool = False
     """Compare squared distances, as Gordo et al. and Schroff et al. do."""
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, ...]:
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
         if self.mining != "all":
             return super().value_and_slopes(rows, totals)
         distances = _squared(rows.similarities) if self.squared else _distances(rows.similarities)
         # Negatives and positives by -distance: the nearer a negative is than a positive, the more
         # it violates.
         near = replace(rows, similarities=-distances)
-        # With a tau of 1, for which the soft margin's derivative is the sigmoid.
-        step, numbers = (softplus_step, ()) if self.margin is None else (hinge_step, (self.margin,))
-        sums = step_sums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
+        # The first number is a tau of 1, for which the soft margin's derivative is the sigmoid.
+        if self.margin is None:
+            step: Step = softplus_step
+            numbers: tuple[float, ...] = (1.0,)
+        else:
+            step = hinge_step
+            numbers = (1.0, self.margin)
+        sums = step_sums(step, numbers, rows.pairs, near.negatives, near.positives)
         # r N P triplets, of which none is kept: their number differs by positive, and the mean is
         # over a query's.
         losses, violating = sums.counts()
-        many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating
-        triplets = (many * rows.is_positive).sum(1, keepdim=True).clamp(min=1)
+        counted = violating
+        if self.margin is None:
+            counted = (~near.negatives.isinf()).sum(1, keepdim=True)
+        triplets = (counted * rows.is_positive).sum(1, keepdim=True).clamp(min=1)
         by_loss = rows.weights[:, None] * rows.is_positive / triplets
         slopes = rows.with_positives(sums.slopes(by_loss), -by_loss * violating)
         value = (losses * rows.is_positive / triplets).sum(1)
         # From derivatives by -distance to those by similarity: as d² = 2 - 2 s, -d² rises with s by
         # 2, -d by 1 / d.
-        return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
+        rise = 2 if self.squared else 1 / distances * (distances > SMALLEST**0.5)
+        return value, slopes * rise
 
-    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> PerQuery:
         positive = rows.positive_columns
-        negatives = similarities.masked_fill(rows.negative_columns.logical_not(), -torch.inf)
+        negatives = similarities.masked_fill(~rows.negative_columns, -torch.inf)
         if self.mining == "hardest":
-            similarities = -_greatest(
-                (-similarities).masked_fill(~positive, -torch.inf), rows.tie_width
-            )
+            distant = (-similarities).masked_fill(~positive, -torch.inf)
+            similarities = -_greatest(distant, rows.tie_width)
             positive = torch.ones_like(similarities, dtype=torch.bool)
         if self.mining == "semi_hard":
             closest = _next_below(similarities.detach(), negatives, rows.tie_width)
@@ -230,16 +222,15 @@ class Triplet(DistanceLoss):
         # A negative that is not there is infinitely far away.
         distances: Callable[[Tensor], Tensor] = _squared if self.squared else _distances
         violations = distances(similarities) - distances(closest)
-        losses = (
-            softplus(violations) if self.margin is None else (violations + self.margin).clamp(min=0)
-        )
+        if self.margin is None:
+            losses = softplus(violations)
+        else:
+            losses = (violations + self.margin).clamp(min=0)
         return (losses * positive).sum(1) / positive.sum(1).clamp(min=1)
 
 
 def _shares_of_greatest(scores: Scores, count: int, width: float) -> Scores:
-    """Return 1 for the `count` greatest scores of each row; those that tie at the last place share
-    what is left.
-    """
+    """Return 1 for the `count` greatest scores of each row; ties at the last place share theirs."""
     count = min(count, scores.shape[1])
     last = scores.topk(count, dim=1).values[:, -1:]
     is_above = scores > last + width
@@ -262,18 +253,18 @@ def _next_below(similarities: Scores, negatives: Scores, width: float) -> Scores
     # Sorting a row once finds it for all positives, in the place of a comparison of each with each
     # negative.
     ordered = negatives.sort(1).values
-    known = ordered.detach()
+    values = ordered.detach()
     # The query's own column is -inf, so there is always one below.
-    end = torch.searchsorted(known, similarities - width)
-    found = known.gather(1, end - 1)
-    start = torch.searchsorted(known, found - width)
-    sums = functional.pad(ordered.masked_fill(known.isinf(), 0).cumsum(1), (1, 0))
+    end = torch.searchsorted(values, similarities - width)
+    nearest = values.gather(1, end - 1)
+    start = torch.searchsorted(values, nearest - width)
+    sums = functional.pad(ordered.masked_fill(values.isinf(), 0).cumsum(1), (1, 0))
     mean = (sums.gather(1, end) - sums.gather(1, start)) / (end - start)
     # The value of one negative, with the derivative of the mean of those that tie.
-    return found + mean - mean.detach()
+    return nearest + mean - mean.detach()
 
 
-def _one_and_sum(exponents: Scores, taken: Mask) -> Float[Tensor, " r"]:
+def _one_and_sum(exponents: Scores, taken: Mask) -> PerQuery:
     # log(1 + sum of e^x over those taken): a column of zeros stands for the 1, so that no e^x
     # overflows.
     of_one = torch.zeros_like(exponents[:, :1])

@@ -14,15 +14,16 @@ from torch.nn.functional import normalize
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss
-from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
+from distap.ranking.losses.base import Mask, PerQuery, Rows, Scores, SimilarityLoss
 from distap.ranking.losses.steps import softplus
 from distap.ranking.rankable import refuse_crossing
+
+PerRow = Float[Tensor, "r 1"]
 
 
 @dataclass(frozen=True)
 class ProxyLoss(SimilarityLoss, SizedLoss):
-    """A mean over images of a function of similarities to K proxies, which are trained with the
-    network.
+    """A mean over images of a function of similarities to K proxies, trained with the network.
 
     The proxies are the gallery, and an image's only positive is that of its class. A memory of
     earlier descriptors changes nothing.
@@ -32,18 +33,17 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
     needs_positives: ClassVar[bool] = False
 
     def spread(self, dimensions: int) -> float:
-        """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more
-        slowly.
-        """
+        """Return the standard deviation of initial proxies; longer ones turn more slowly."""
         return float((3 * dimensions) ** -0.5)
 
     @cached_property
     def learned(self) -> nn.ParameterDict:
         if self.classes is None or self.dimensions is None:
             raise DistapError(
+                "loss.unknown_classes",
                 f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number"
                 " of classes, and `dimensions`, that of a descriptor; a recipe needs `classes`"
-                " where the training set has no index"
+                " where the training set has no index",
             )
         # A generator of its own, so that all ranks begin alike: proxies are not broadcast, and they
         # stay equal, since every rank moves them by the same sum.
@@ -58,13 +58,14 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
 
     def check(self, gathered: Gathered) -> None:
         """Raise a DistapError if the proxies do not fit the batch."""
-        found = gathered.descriptors.shape[1]
+        dimensions = gathered.descriptors.shape[1]
         count = len(self.learned["proxies"])
         last = int(gathered.labels.max())
-        if found != self.dimensions or last >= count:
+        if dimensions != self.dimensions or last >= count:
             raise DistapError(
+                "loss.wrong_proxies",
                 f"there are {count} proxies of {self.dimensions} dimensions, but labels go up to"
-                f" {last} and descriptors have {found} dimensions"
+                f" {last} and descriptors have {dimensions} dimensions",
             )
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
@@ -75,8 +76,9 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
         # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their
         # normalisation once.
         whole = gathered.world.sum(of_proxies)
-        found = torch.autograd.grad(proxies, self.parameters, whole) if self.parameters else ()
-        return value._replace(by_parameters=found)
+        parameters = self.parameters
+        by_parameters = torch.autograd.grad(proxies, parameters, whole) if parameters else ()
+        return value._replace(by_parameters=by_parameters)
 
     def columns(
         self, gathered: Gathered, queries: Int64[Tensor, " r"]
@@ -96,7 +98,7 @@ class ProxyNCA(ProxyLoss):
     temperature: PositiveFloat = 1 / 9
     """Temperature of the squared distances."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         # Descriptors and proxies have length 1, so 2 - 2 s is their squared distance.
         return _softmax_loss((2 * similarities - 2) / self.temperature, positive)
 
@@ -111,55 +113,48 @@ class NormalizedSoftmax(ProxyLoss):
     temperature: PositiveFloat = 0.05
     """Temperature of the similarities."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         return _softmax_loss(similarities / self.temperature, positive)
 
 
 @dataclass(frozen=True)
 class ArcFace(ProxyLoss):
-    """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an
-    image's own proxy.
-    """
+    """ArcFace (Deng et al. 2019): a softmax with a margin of the angle to an image's own proxy."""
 
     scale: PositiveFloat = 30.0
     """Factor of the similarities."""
     margin: Annotated[float, Field(ge=0, le=math.pi / 2)] = 0.5
     """Margin, in radians; Weyand et al. 2020 take 0.3 for landmarks."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
-        own = (similarities * positive).sum(1, keepdim=True)  # one of each row
-        return _softmax_loss(
-            self.scale * torch.where(positive, self.with_margin(own), similarities), positive
-        )
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
+        of_class = (similarities * positive).sum(1, keepdim=True)  # one positive a row
+        moved = torch.where(positive, self.with_margin(of_class), similarities)
+        return _softmax_loss(self.scale * moved, positive)
 
-    def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
+    def with_margin(self, of_class: PerRow) -> PerRow:
         # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond
         # the half circle, the cosine would rise again: there a line goes on falling, as in the
         # authors' code.
-        inside = own.clamp(-1 + 1e-7, 1 - 1e-7)
+        inside = of_class.clamp(-1 + 1e-7, 1 - 1e-7)
         moved = torch.cos(torch.acos(inside) + self.margin)
-        return torch.where(
-            own > -math.cos(self.margin), moved, own - self.margin * math.sin(self.margin)
-        )
+        beyond = of_class - self.margin * math.sin(self.margin)
+        return torch.where(of_class > -math.cos(self.margin), moved, beyond)
 
 
 @dataclass(frozen=True)
 class CosFace(ArcFace):
-    """CosFace (Wang et al. 2018): a softmax over similarities, with a margin of that to an image's
-    own proxy.
-    """
+    """CosFace (Wang et al. 2018): a softmax with a margin of similarity to an image's own proxy."""
 
     margin: NonNegativeFloat = 0.35
     """Margin of similarity."""
 
-    def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
-        return own - self.margin
+    def with_margin(self, of_class: PerRow) -> PerRow:
+        return of_class - self.margin
 
 
 @dataclass(frozen=True)
 class ProxyAnchor(ProxyLoss):
-    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls the images of its class and pushes
-    all others.
+    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls its class and pushes all others.
 
     With s an image's similarity to a proxy, the loss is the mean over proxies with images of ln(1 +
     sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of ln(1 + sum of
@@ -198,8 +193,7 @@ class ProxyAnchor(ProxyLoss):
 
 @dataclass(frozen=True)
 class CrossScaleLearning(ProxyLoss):
-    """CSL (Sun et al. 2021): an image's own proxy by a margin above those of other classes, at each
-    level of classes.
+    """CSL (Sun et al. 2021): an image's own proxy above those of other classes, at each level.
 
     With s the similarities to the proxies of the finest classes and m the margin of a level, the
     loss is the sum over levels of ln(1 + sum of e^(scale (s + m - own s))) over the proxies of
@@ -229,9 +223,10 @@ class CrossScaleLearning(ProxyLoss):
         depths = {*map(len, rows)}
         if len(rows) != count or len(depths) > 1 or max(depths) > len(self.margins):
             raise DistapError(
+                "loss.wrong_tree",
                 f"csl: tree has {len(rows)} rows of {max(depths) - 1} numbers for {count} classes,"
                 f" and there are {len(self.margins)} margins; expected rows of one length, one a"
-                " class, and a margin a level"
+                " class, and a margin a level",
             )
         levels = torch.tensor(rows, device=self.learned["proxies"].device)
         refuse_crossing(levels)
@@ -239,31 +234,32 @@ class CrossScaleLearning(ProxyLoss):
 
     def check(self, gathered: Gathered) -> None:
         super().check(gathered)
-        given = gathered.levels
-        known = self.levels.to(gathered.labels.device)
-        if given.shape[1] > 1 and not torch.equal(known[given[:, 0]], given):
+        levels = gathered.levels
+        tree = self.levels.to(levels.device)
+        if levels.shape[1] > 1 and not torch.equal(tree[levels[:, 0]], levels):
             raise DistapError(
-                f"csl: labels of {given.shape[1]} levels are not those of its tree of"
-                f" {known.shape[1]}: give `tree`, for each class the numbers of the coarser classes"
-                " that hold it"
+                "loss.wrong_tree",
+                f"csl: labels of {levels.shape[1]} levels are not those of its tree of"
+                f" {tree.shape[1]}: give `tree`, for each class the numbers of the coarser classes"
+                " that hold it",
             )
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         logits = self.scale * similarities
         losses = torch.zeros_like(similarities[:, 0])
-        own = (logits * positive).sum(1)
+        of_class = (logits * positive).sum(1)
         label = positive.int().argmax(1)
         # The least number in place of -inf: without other classes, a softmax over -inf alone has no
         # derivative.
-        least = torch.finfo(logits.dtype).min
-        for classes, margin in zip(
-            self.levels.to(label.device).unbind(1), self.margins, strict=False
-        ):
-            of_others = logits.masked_fill(classes == classes[label, None], least).logsumexp(1)
-            losses = losses + softplus(of_others - own + self.scale * margin)
+        lowest = torch.finfo(logits.dtype).min
+        levels = self.levels.to(label.device).unbind(1)
+        for classes, margin in zip(levels, self.margins, strict=False):
+            same_class = classes == classes[label, None]
+            of_others = logits.masked_fill(same_class, lowest).logsumexp(1)
+            losses = losses + softplus(of_others - of_class + self.scale * margin)
         return losses
 
 
-def _softmax_loss(logits: Scores, positive: Mask) -> Float[Tensor, " r"]:
+def _softmax_loss(logits: Scores, positive: Mask) -> PerQuery:
     """Return -ln of the share that the one positive of each row has in the sum of e^logit."""
     return logits.logsumexp(1) - (logits * positive).sum(1)

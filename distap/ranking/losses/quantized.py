@@ -20,9 +20,7 @@ class QuantizedAP(HistogramLoss):
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}
 
     def average_precision(self, negatives: Counts, positives: Counts) -> Float64[Tensor, " b"]:
-        """Sum over bins the precision up to the bin times the share of positives in it (eq. 10 to
-        12).
-        """
+        """Sum over bins the precision up to the bin times its share of positives (eq. 10 to 12)."""
         everything = negatives + positives
         total = positives[:, -1]
         precision = positives / torch.where(everything > 0, everything, 1)
@@ -31,9 +29,7 @@ class QuantizedAP(HistogramLoss):
 
 @dataclass(frozen=True)
 class FastAP(QuantizedAP):
-    """FastAP (Cakir et al. 2019, eq. 9): AP from soft histograms of similarity, without the query
-    itself.
-    """
+    """FastAP (Cakir et al. 2019, eq. 9): AP from soft histograms, without the query itself."""
 
     bins: int = 10
     """Number of intervals between bin centres, 1 to 127."""

@@ -48,38 +48,40 @@ class SiMix(WrappedLoss):
         # Every rank draws the same numbers for all pairs, so that virtual images need not travel.
         first, second = _pairs_of_classes(gathered.labels)
         generator = torch.Generator().manual_seed(gathered.seed)
-        alpha = torch.rand(len(first), 1, generator=generator, dtype=torch.float64).to(
-            gathered.gallery
-        )
-        batch = len(gathered.images)
+        drawn = torch.rand(len(first), 1, generator=generator, dtype=torch.float64)
+        alpha = drawn.to(gathered.gallery)
+        batch = len(gathered.samples)
         world = gathered.world
         virtual = alpha * gathered.gallery[first] + (1 - alpha) * gathered.gallery[second]
         # Virtual images are dealt out to the ranks like slots: behind those of the batch, before a
         # memory's images.
         taking_part = torch.cat([gathered.taking_part, gathered.taking_part.new_ones(len(first))])
-        own = torch.arange(len(taking_part), device=taking_part.device) % world.size == world.rank
+        is_own = (
+            torch.arange(len(taking_part), device=taking_part.device) % world.size == world.rank
+        )
         whole = replace(
             gathered,
             gallery=torch.cat([gathered.descriptors, virtual, gathered.gallery[batch:]]),
             gallery_levels=torch.cat(
                 [gathered.levels, gathered.levels[first], gathered.gallery_levels[batch:]]
             ),
-            images=torch.cat([gathered.images, torch.full_like(first, -1)]),
-            own=own[taking_part].nonzero().flatten(),
+            samples=torch.cat([gathered.samples, torch.full_like(first, -1)]),
+            own=is_own[taking_part].nonzero().flatten(),
             taking_part=taking_part,
             # A virtual image is shorter, and its similarity to itself changes as its parents move.
             of_unit_length=False,
         )
-        value, per_query, gradient, by_parameters = self.inner.value_and_gradient(whole, budget)
+        value = self.inner.value_and_gradient(whole, budget)
+        # The gradient of this rank's virtual images goes to their parents.
         real = len(gathered.own)
-        # virtual images of this rank, whose gradient goes to their parents
-        mine = whole.own[real:] - batch
+        pairs = whole.own[real:] - batch
+        by_virtual = value.gradient[real:]
         of_parents = torch.zeros_like(gathered.descriptors)
-        of_parents.index_add_(0, first[mine], alpha[mine] * gradient[real:])
-        of_parents.index_add_(0, second[mine], (1 - alpha[mine]) * gradient[real:])
-        per_query = None if per_query is None else per_query[:real]
-        return LossValue(
-            value, per_query, gradient[:real] + gathered.sum_own(of_parents), by_parameters
+        of_parents.index_add_(0, first[pairs], alpha[pairs] * by_virtual)
+        of_parents.index_add_(0, second[pairs], (1 - alpha[pairs]) * by_virtual)
+        return value._replace(
+            per_query=None if value.per_query is None else value.per_query[:real],
+            gradient=value.gradient[:real] + gathered.sum_own(of_parents),
         )
 
 

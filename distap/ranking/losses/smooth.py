@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distap.ranking.gathered import tie_width
 from distap.ranking.loss import Presets
-from distap.ranking.losses.base import Rows, SimilarityLoss
+from distap.ranking.losses.base import PerPositive, PerQuery, Rows, Scores, SimilarityLoss, Totals
 from distap.ranking.losses.steps import Step, Sums, bounding_step, sigmoid_step, step_sums
 
 
@@ -35,9 +35,7 @@ class SigmoidStep:
         """Return the parameters that `step` takes in addition to differences of similarities."""
         return (self.tau,)
 
-    def sums(
-        self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
-    ) -> Sums:
+    def sums(self, rows: Rows, images: Scores, positives: PerPositive) -> Sums:
         return step_sums(self.step, self.step_numbers(), rows.pairs, images, positives)
 
 
@@ -75,12 +73,8 @@ class BoundingStep(SigmoidStep):
         return self.tau, self.rho, delta, offset, self.start
 
 
-def at_least(
-    ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]
-) -> Float[Tensor, "r P"]:
-    """Count, for each positive, the similarities (in ascending order) that exceed it or tie with
-    it.
-    """
+def at_least(ordered: Float[Tensor, "r n"], positives: PerPositive) -> PerPositive:
+    """Count for each positive the similarities, in ascending order, that exceed or tie with it."""
     # Two equal descriptors may differ by rounding, in another way in each tile. As bits they would
     # be in some order, and a batch of duplicates would have another loss for each size of tiles.
     below = torch.searchsorted(
@@ -100,39 +94,33 @@ class RankLoss(SigmoidStep, SimilarityLoss):
     query_is_counted: ClassVar[bool] = False  # before its positives, though it is none of them
 
     @abstractmethod
-    def of_ranks(
-        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
-    ) -> Float[Tensor, " r"]:
-        """Return each query's loss from the ranks R⁺ among positives and the counts R⁻ of
-        negatives, differentiable.
+    def of_ranks(self, among: PerPositive, before: PerPositive, rows: Rows) -> PerQuery:
+        """Return each query's loss, differentiable by the ranks R⁺ and the counts R⁻.
 
         Padding has finite numbers; `rows.is_positive` tells which are to be taken.
         """
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, ...]:
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
         negatives = rows.negatives
-        positives = rows.positives
-        others = positives.masked_fill(~rows.is_positive, -torch.inf)
+        of_class = rows.positives
         if self.query_is_counted:
-            own = rows.queries[:, None]
-            negatives = negatives.scatter(1, own, rows.similarities.gather(1, own))
-        sums = self.sums(rows, negatives, positives)
+            column = rows.queries[:, None]
+            negatives = negatives.scatter(1, column, rows.similarities.gather(1, column))
+        sums = self.sums(rows, negatives, of_class)
         before, falls = sums.counts()
+        counted = of_class.masked_fill(~rows.is_positive, -torch.inf)
         if self.counts_exactly:
-            # the positive itself is one of them
-            among = at_least(others.sort(dim=1).values, others)
+            # The positive itself is one of them.
+            among = at_least(counted.sort(dim=1).values, counted)
         else:
-            sigmoids = self.sums(rows, others, positives)
+            sigmoids = self.sums(rows, counted, of_class)
             counts, falls_among = sigmoids.counts()
             # The sum counts the positive itself with 0.5, so 0.5 more makes it 1.
             among = torch.where(rows.is_positive, counts + 0.5, 1)
         # Autograd goes through the formula of ranks, (r, P) numbers, never through the sums over
         # pairs: these have a derivative by hand, which keeps no table of r N P steps.
         with torch.enable_grad():
-            among, before = among.requires_grad_(), before.requires_grad_()
-            value = self.of_ranks(among, before, rows)
+            value = self.of_ranks(among.requires_grad_(), before.requires_grad_(), rows)
             by_among, by_before = torch.autograd.grad(
                 (rows.weights * value).sum(),
                 (among, before),
@@ -151,9 +139,7 @@ class SmoothAP(RankLoss):
 
     is_ap: ClassVar[bool] = True
 
-    def of_ranks(
-        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
-    ) -> Float[Tensor, " r"]:
+    def of_ranks(self, among: PerPositive, before: PerPositive, rows: Rows) -> PerQuery:
         # In this form the derivative by R⁺ is 0 where R⁻ is.
         precision = 1 / (1 + before / among)
         return 1 - (precision * rows.is_positive / rows.positive_count).sum(1)
@@ -169,10 +155,29 @@ class SupAP(BoundingStep, SmoothAP):
 
 
 @dataclass(frozen=True)
+class Form:
+    """A form of recall@k: how the query, ranks and hits count."""
+
+    query_is_positive: bool = False
+    query_is_counted: bool = False  # before its positives, though it is none of them
+    by_distance: bool = False
+    first_rank: float = 1.0
+    beyond_k: int = 0  # hits that count beyond k
+    caps_hits: bool = False  # at most k images are ranked, and at most k hits count
+    caps_positives: bool = True  # a query of more than k positives needs k hits
+
+
+FORMS = {
+    "paper": Form(caps_positives=False),
+    "released": Form(query_is_counted=True, caps_hits=True),
+    "suprank": Form(query_is_positive=True),
+    "oml": Form(query_is_positive=True, by_distance=True, first_rank=0.5, beyond_k=1),
+}
+
+
+@dataclass(frozen=True)
 class RecallAtK(RankLoss):
-    """The recall@k surrogate RS@k (Patel et al. 2022): smooth ranks, then a smooth count of those
-    up to k.
-    """
+    """The recall@k surrogate RS@k (Patel et al. 2022): a smooth count of smooth ranks up to k."""
 
     ks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2, 4, 8, 16)
     """Numbers k of images, whose recalls are averaged."""
@@ -194,43 +199,39 @@ class RecallAtK(RankLoss):
 
     @property
     def query_is_counted(self) -> bool:  # type: ignore[override]
-        return self.form == "released"
+        return FORMS[self.form].query_is_counted
 
-    def value_and_slopes(
-        self, rows: Rows, totals: Float64[Tensor, " totals"]
-    ) -> tuple[Tensor, ...]:
-        if self.form != "oml":
-            return super().value_and_slopes(
-                rows if self.form == "suprank" else rows.without_query(), totals
-            )
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
+        form = FORMS[self.form]
+        if not form.query_is_positive:
+            rows = rows.without_query()
+        if not form.by_distance:
+            return super().value_and_slopes(rows, totals)
         # The root has no derivative at 0: descriptors that are equal get none.
         distances = (2 - 2 * rows.similarities).clamp(min=1e-12).sqrt()
         value, slopes = super().value_and_slopes(replace(rows, similarities=-distances), totals)
         return value, slopes / distances * (distances > 1e-6)
 
-    def of_ranks(
-        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
-    ) -> Float[Tensor, " r"]:
-        ranks = among + before - 0.5 * (self.form == "oml")
+    def of_ranks(self, among: PerPositive, before: PerPositive, rows: Rows) -> PerQuery:
+        form = FORMS[self.form]
+        ranks = among + before + (form.first_rank - 1)
+        positives = rows.positive_count[:, 0]
         recalls = list[Tensor]()
-        most = rows.positive_count[:, 0]
-        for given in self.ks:
-            k = (
-                min(given, rows.similarities.shape[1])
-                if self.form == "released"
-                else given + (self.form == "oml")
-            )
-            hits = (torch.sigmoid((k - ranks) / self.hit_tau) * rows.is_positive).sum(1)
-            hits = hits.clamp(max=k) if self.form == "released" else hits
-            recalls.append(hits / (most if self.form == "paper" else most.clamp(max=k)))
+        for k in self.ks:
+            limit = k + form.beyond_k
+            if form.caps_hits:
+                limit = min(limit, rows.similarities.shape[1])
+            hits = (torch.sigmoid((limit - ranks) / self.hit_tau) * rows.is_positive).sum(1)
+            if form.caps_hits:
+                hits = hits.clamp(max=limit)
+            needed = positives.clamp(max=limit) if form.caps_positives else positives
+            recalls.append(hits / needed)
         return 1 - torch.stack(recalls).mean(0)
 
 
 @dataclass(frozen=True)
 class SupRecallAtK(BoundingStep, RecallAtK):
-    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025), without the released form's
-    own query.
-    """
+    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
 
     form: Literal["paper", "suprank", "oml"] = "paper"
     presets: ClassVar[Presets] = {
@@ -240,9 +241,7 @@ class SupRecallAtK(BoundingStep, RecallAtK):
 
 @dataclass(frozen=True)
 class PNP(RankLoss):
-    """PNP (Li et al. 2022): penalise each positive by a function of the number R of negatives
-    before it.
-    """
+    """PNP (Li et al. 2022): penalise each positive by the number R of negatives before it."""
 
     form: Literal["O", "I_u", "I_b", "D_s", "D_q"] = "D_q"
     """Take R (O), (1 + R) ln(1 + R) (I_u), (bR - ln(1 + bR)) / b² (I_b), ln(1 + R) (D_s) or 1 - (1
@@ -252,14 +251,16 @@ class PNP(RankLoss):
     alpha: PositiveFloat = 1.0
     """Exponent of the form D_q."""
 
-    def of_ranks(
-        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
-    ) -> Float[Tensor, " r"]:
-        penalty = {
-            "O": lambda: before,
-            "I_u": lambda: (1 + before) * before.log1p(),
-            "I_b": lambda: (self.b * before - (self.b * before).log1p()) / self.b**2,
-            "D_s": before.log1p,
-            "D_q": lambda: 1 - (1 + before) ** -self.alpha,
-        }[self.form]()
+    def of_ranks(self, among: PerPositive, before: PerPositive, rows: Rows) -> PerQuery:
+        match self.form:
+            case "O":
+                penalty = before
+            case "I_u":
+                penalty = (1 + before) * before.log1p()
+            case "I_b":
+                penalty = (self.b * before - (self.b * before).log1p()) / self.b**2
+            case "D_s":
+                penalty = before.log1p()
+            case "D_q":
+                penalty = 1 - (1 + before) ** -self.alpha
         return (penalty * rows.is_positive / rows.positive_count).sum(1)

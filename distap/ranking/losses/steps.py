@@ -12,7 +12,6 @@ sums of many positives are interpolated from those at fewer points.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, reduce
@@ -25,6 +24,7 @@ from torch.nn import functional
 
 from distap.ranking import compiling
 from distap.ranking.gathered import tie_width
+from distap.ranking.losses.base import PerPositive, Scores
 
 # A step takes differences t of similarities, their sigmoid of temperature tau, tau, and its own
 # numbers. It returns its height and its slope at each t.
@@ -72,45 +72,33 @@ def softplus_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tenso
 SMOOTH = (sigmoid_step, softplus_step)
 
 
-class Sums(ABC):
-    """The sums of a step over images, for each positive and for each image."""
-
-    @abstractmethod
-    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        """Return the smooth count of images before each positive, and how fast it falls as the
-        positive rises.
-        """
-
-    @abstractmethod
-    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
-        """Turn derivatives of the loss by each count into derivatives by each similarity."""
-
-
 def step_sums(
     step: Step,
     numbers: tuple[float, ...],
     pairs: int,
-    similarities: Float[Tensor, "r N"],
-    positives: Float[Tensor, "r P"],
-) -> Sums:
-    """Return the sums of a step, interpolated where that is exact and takes less than half of the
-    terms.
-    """
+    similarities: Scores,
+    positives: PerPositive,
+) -> "Sums":
+    """Return the sums of a step, interpolated where that is exact and halves the terms at least."""
     sums = partial(StepSums, step, numbers, pairs)
     points = POINTS[positives.dtype]
-    most = positives.shape[1] // 2
-    if step in SMOOTH and most >= points:
+    count = positives.shape[1]
+    if step in SMOOTH and count >= 2 * points:
         # An image of -inf is never counted; the interpolation needs a number in its place.
         is_counted = ~similarities.isinf()
         images = torch.where(is_counted, similarities, positives[:, :1])
         between = Interpolation(points, WIDTH * numbers[0], images, positives)
-        if between.points.shape[1] <= most:
-            of_points = sums(similarities, between.points), sums(between.points, positives)
-            return InterpolatedSums(*of_points, between, is_counted)
+        if count >= 2 * between.points.shape[1]:
+            return InterpolatedSums(
+                of_images=sums(similarities, between.points),
+                of_points=sums(between.points, positives),
+                between=between,
+                is_counted=is_counted,
+            )
     return sums(similarities, positives)
 
 
-class StepSums(Sums):
+class StepSums:
     """Sums of a smooth step function over images, compiled if the batch is large enough.
 
     Args:
@@ -142,82 +130,74 @@ class StepSums(Sums):
         # each pair. With 3/4 of the exponents for positives, 2^-96 to 2^96 in float32, an image
         # whose power overflows, beyond 2^128, has a product of 2^32 or more with each: its sigmoid
         # is below what float32 can add to 1.
-        most = 0.75 * math.log2(torch.finfo(positives.dtype).max)
-        by_powers = (
-            positives.device.type == "cpu" and float((last - first).max()) * factor <= 2 * most
-        )
+        exponents = 0.75 * math.log2(torch.finfo(positives.dtype).max)
+        spread = float((last - first).max()) * factor
+        by_powers = positives.device.type == "cpu" and spread <= 2 * exponents
         functions: list[Callable[..., Any]] = [*_sums(step, by_powers), powers_of_two]
-        self._counts, self._slopes, powers = (
-            compiling.compiled(one) if compiles else one for one in functions
-        )
+        if compiles:
+            functions = [*map(compiling.compiled, functions)]
+        self._counts, self._slopes, powers = functions
+        # Similarities, and their powers.
         self._images = (similarities, similarities)
         self._positives = (positives, positives)
         if by_powers:
             self._images = similarities, powers(similarities, centre, -factor)
             self._positives = positives, powers(positives, centre, factor)
 
-    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        parts = [
-            self._counts(*self._images, *own, *self._numbers)
-            for own in self._parts(*self._positives)
-        ]
-        counts, falls = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
-        return counts, falls
+    def counts(self) -> tuple[PerPositive, PerPositive]:
+        """Return the count of images before each positive, and its fall as the positive rises."""
+        counts = list[Tensor]()
+        falls = list[Tensor]()
+        for positives in self._cuts(*self._positives):
+            count, fall = self._counts(*self._images, *positives, *self._numbers)
+            counts.append(count)
+            falls.append(fall)
+        return torch.cat(counts, dim=1), torch.cat(falls, dim=1)
 
-    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
+    def slopes(self, by_count: PerPositive) -> Scores:
+        """Return the derivative of the loss by each similarity, given that by each count."""
         # (P, r): with rows inside, the generated code goes along the gallery in vectors.
-        parts = (
-            [one.t().contiguous() for one in part]
-            for part in self._parts(*self._positives, by_count)
+        slopes = (
+            self._slopes(
+                *self._images, *(table.t().contiguous() for table in tables), *self._numbers
+            )
+            for tables in self._cuts(*self._positives, by_count)
         )
-        return reduce(
-            torch.add, (self._slopes(*self._images, *part, *self._numbers) for part in parts)
-        )
+        return reduce(torch.add, slopes)
 
-    def _parts(self, *tables: Float[Tensor, "r P"]) -> Iterator[tuple[Tensor, ...]]:
-        """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into
-        one call.
-        """
+    def _cuts(self, *tables: PerPositive) -> Iterator[tuple[Tensor, ...]]:
+        """Cut tables along P, so that a cut's terms, r N for each positive, fit into one call."""
         width = max(1, self._most_terms // max(1, self._images[0].numel()))
-        return zip(*(one.split(width, dim=1) for one in tables), strict=True)
+        return zip(*(table.split(width, dim=1) for table in tables), strict=True)
 
 
 class Interpolation:
-    """Polynomials through Chebyshev points, on those intervals of one width in which images or
-    positives lie.
+    """Polynomials through Chebyshev points, on those intervals in which images or positives lie.
 
     Args:
         points: number of points of each interval, and of coefficients of its polynomial.
         width: of an interval.
     """
 
-    def __init__(
-        self,
-        points: int,
-        width: float,
-        images: Float[Tensor, "r N"],
-        positives: Float[Tensor, "r P"],
-    ) -> None:
-        least = min(float(one.amin()) for one in (images, positives))
-        places = [(one - least) / width for one in (images, positives)]
-        taken = torch.zeros(
-            1 + int(max(float(one.amax()) for one in places)),
-            dtype=torch.bool,
-            device=images.device,
-        )
-        for one in places:
-            taken[one.long()] = True
+    def __init__(self, points: int, width: float, images: Scores, positives: PerPositive) -> None:
+        tables = images, positives
+        lowest = min(float(table.amin()) for table in tables)
+        places = [(table - lowest) / width for table in tables]
+        count = 1 + int(max(float(place.amax()) for place in places))
+        is_taken = torch.zeros(count, dtype=torch.bool, device=images.device)
+        for place in places:
+            is_taken[place.long()] = True
         # Rows share intervals, of which few are taken: most similarities of a row are alike but for
         # its own, 1.
-        number = taken.cumsum(0) - 1
+        number = is_taken.cumsum(0) - 1
         angles = (
             torch.arange(0.5, points, dtype=torch.float64, device=images.device) * math.pi / points
         )
-        of_intervals = least + width * (taken.nonzero() + (angles.cos() + 1) / 2)
+        of_intervals = lowest + width * (is_taken.nonzero() + (angles.cos() + 1) / 2)
         self.points = of_intervals.flatten().to(images.dtype).expand(len(images), -1).contiguous()
         # The interval of each image and positive, and its place there, from -1 to 1.
         self.images, self.positives = (
-            (number[one.long()], 2 * (one - one.long()) - 1) for one in places
+            (number[place.long()], 2 * (place - place.long()) - 1) for place in places
         )
         basis = torch.cos(torch.arange(points, device=images.device)[:, None] * angles) * 2 / points
         basis[0] /= 2
@@ -232,13 +212,13 @@ class Interpolation:
         """Return, at `images` or at `positives`, what has these values at `points`."""
         coefficients = (values.view(len(values), -1, len(self._basis)) @ self._basis.t()).unbind(2)
         last = before = torch.zeros_like(x)
-        for one in coefficients[:0:-1]:  # Clenshaw's recurrence
-            last, before = one.gather(1, interval) + 2 * x * last - before, last
+        for coefficient in coefficients[:0:-1]:  # Clenshaw's recurrence
+            last, before = coefficient.gather(1, interval) + 2 * x * last - before, last
         return coefficients[0].gather(1, interval) + x * last - before
 
 
 @dataclass(frozen=True)
-class InterpolatedSums(Sums):
+class InterpolatedSums:
     """The sums of `StepSums` for many positives: those at fewer points, and polynomials between.
 
     A step of temperature tau is analytic up to pi tau off the real axis, and so are its sums. On
@@ -247,19 +227,21 @@ class InterpolatedSums(Sums):
     by the numbers in POINTS.
     """
 
-    of_images: Sums  # of all images before each point
-    of_points: Sums  # of each point before all positives
+    of_images: StepSums  # of all images before each point
+    of_points: StepSums  # of each point before all positives
     between: Interpolation
     is_counted: Bool[Tensor, "r N"]  # which images are not -inf
 
-    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        counts, falls = (
-            self.between(one, *self.between.positives) for one in self.of_images.counts()
-        )
-        return counts, falls
+    def counts(self) -> tuple[PerPositive, PerPositive]:
+        counts, falls = self.of_images.counts()
+        positives = self.between.positives
+        return self.between(counts, *positives), self.between(falls, *positives)
 
-    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
+    def slopes(self, by_count: PerPositive) -> Scores:
         return self.between(self.of_points.slopes(by_count), *self.between.images) * self.is_counted
+
+
+Sums = StepSums | InterpolatedSums
 
 
 def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float) -> Tensor:
@@ -304,6 +286,6 @@ def _sums(step: Step, by_powers: bool) -> tuple[Callable[..., Any], Callable[...
         )
         return (by_count[:, :, None] * slope).sum(0)
 
-    for one in (counts, slopes):
-        one.__name__ = f"{step.__name__}_{one.__name__}"
+    for function in (counts, slopes):
+        function.__name__ = f"{step.__name__}_{function.__name__}"
     return counts, slopes

@@ -1,6 +1,4 @@
-"""Sums of losses: of several, each with a weight, and of one on prefixes of the descriptors
-(Matryoshka).
-"""
+"""Sums of losses: of several with weights, and of one on prefixes of descriptors (Matryoshka)."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,14 +7,23 @@ from functools import cached_property, reduce
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from pydantic import BeforeValidator, Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Counter, KnownClasses, Loss, LossValue
+from distap.ranking.loss import (
+    Budget,
+    Counter,
+    Descriptors,
+    Flags,
+    KnownClasses,
+    Labels,
+    Loss,
+    LossValue,
+)
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
@@ -33,17 +40,18 @@ class SumOfLosses(Loss):
 
     @cached_property
     def learned(self) -> nn.Module | None:
-        parts = [loss.learned for _, loss in self.parts if loss.learned is not None]
+        modules = [loss.learned for _, loss in self.parts if loss.learned is not None]
         # A parameter in two terms would stand twice in `by_parameters`, but once in a module's list
         # of parameters.
-        own = [id(parameter) for part in parts for parameter in part.parameters()]
-        if len(set(own)) < len(own):
+        ids = [id(parameter) for module in modules for parameter in module.parameters()]
+        if len(set(ids)) < len(ids):
             raise DistapError(
+                "loss.shared_parameters",
                 f"{type(self).__name__}: several terms use the parameters of one"
-                f" {type(parts[0]).__name__}; give each a module of its own, or take a loss by"
-                " name, such as proxy_nca, which has parameters for each"
+                f" {type(modules[0]).__name__}; give each a module of its own, or take a loss by"
+                " name, such as proxy_nca, which has parameters for each",
             )
-        return nn.ModuleList(parts) if parts else None
+        return nn.ModuleList(modules) if modules else None
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -65,16 +73,18 @@ class SumOfLosses(Loss):
 
     def summed(self, values: Sequence[LossValue]) -> LossValue:
         """Add the values and gradients of all terms."""
-        terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
+        weights = [weight for weight, _ in self.parts]
+        terms = list(zip(weights, values, strict=True))
         # One term that is no mean over queries leaves the sum without losses by query.
         by_query = [
             weight * value.per_query for weight, value in terms if value.per_query is not None
         ]
+        by_parameters = [weight * slope for weight, value in terms for slope in value.by_parameters]
         return LossValue(
-            reduce(torch.add, [weight * value.value for weight, value in terms]),
-            reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
-            reduce(torch.add, [weight * value.gradient for weight, value in terms]),
-            tuple(weight * one for weight, value in terms for one in value.by_parameters),
+            value=reduce(torch.add, [weight * value.value for weight, value in terms]),
+            per_query=reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
+            gradient=reduce(torch.add, [weight * value.gradient for weight, value in terms]),
+            by_parameters=tuple(by_parameters),
         )
 
 
@@ -89,12 +99,7 @@ class CounterOfSum(Counter):
         self._sum = loss
         self._counters = [term.counter(pairs, shares) for _, term in loss.parts]
 
-    def add(
-        self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         super().add(descriptors, labels, is_own)
         for counter in self._counters:
             counter.add(descriptors, labels, is_own)
@@ -132,10 +137,9 @@ class WeightedSum(SumOfLosses):
 
 @dataclass(frozen=True)
 class Matryoshka(SumOfLosses):
-    """A sum over several d of a loss of each descriptor's first d numbers, normalised again
-    (Kusupati et al. 2022).
+    """A sum over several d of a loss of each descriptor's first d numbers (Kusupati et al. 2022).
 
-    Descriptors that are cut after training then still rank well.
+    They are normalised again. Descriptors that are cut after training then still rank well.
     """
 
     dimensions: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -161,16 +165,15 @@ class Matryoshka(SumOfLosses):
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         if dimensions is not None and max(self.dimensions) > dimensions:
             raise DistapError(
+                "loss.wrong_dimensions",
                 f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have"
-                f" {dimensions}"
+                f" {dimensions}",
             )
         return replace(self, inner=self.inner.sized(classes, None, seed))
 
 
 class WrappedLoss(SumOfLosses):
-    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one
-    asks.
-    """
+    """A loss that gives another one, `inner`, a changed batch."""
 
     inner: Any
 
@@ -195,10 +198,11 @@ class OfPrefix(WrappedLoss):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
 
-    def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
+    def prefix(self, descriptors: Descriptors) -> Float[Tensor, "n d"]:
         if descriptors.shape[1] < self.d:
             raise DistapError(
-                f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}"
+                "loss.wrong_dimensions",
+                f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}",
             )
         return normalize(descriptors[:, : self.d])
 
@@ -206,14 +210,14 @@ class OfPrefix(WrappedLoss):
         return replace(gathered, gallery=self.prefix(gathered.gallery))
 
     def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
-        """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
+        """Return the loss with the gradient of the full descriptors, given that of the cut ones."""
         # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the
         # gradient along u goes.
-        own = gathered.descriptors[gathered.own]
-        cut = self.prefix(own)
-        length = own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
-        gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
-        return value._replace(gradient=pad(gradient / length, (0, own.shape[1] - self.d)))
+        full = gathered.descriptors[gathered.own]
+        unit = self.prefix(full)
+        length = full[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
+        gradient = value.gradient - (value.gradient * unit).sum(1, keepdim=True) * unit
+        return value._replace(gradient=pad(gradient / length, (0, full.shape[1] - self.d)))
 
 
 class CounterOfPrefix(Counter):
@@ -224,12 +228,7 @@ class CounterOfPrefix(Counter):
         self._prefix = loss
         self._counter = counter
 
-    def add(
-        self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         super().add(descriptors, labels, is_own)
         self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
 

@@ -1,0 +1,79 @@
+"""Log what a training is about to do: its data, evaluations, network, device, batch and run."""
+
+import shutil
+
+import torch
+
+from distap.config.recipe import Recipe
+from distap.data.shards.index import Index
+from distap.errors import logger
+from distap.registry import name_of
+from distap.training.prepared import Prepared
+from distap.world import DRIVER, without_gpu
+
+
+def announce(prepared: Prepared, step: int | None, device: torch.device, ranks: int) -> None:
+    """Log what trains from `step` on, in a line for each subject.
+
+    `step` is None for that of the newest checkpoint.
+    """
+    recipe = prepared.report.recipe
+    length = prepared.length
+    network = prepared.network
+    trained = sum(
+        parameter.numel() for parameter in network.parameters() if parameter.requires_grad
+    )
+    lines = {
+        "data": _data(recipe, prepared.images.index, length.steps),
+        "evaluation": _evaluation(recipe, list(prepared.sets), step),
+        "network": f"{recipe.model.architecture}, {trained:,} parameters,"
+        f" {network.dimensions} dimensions",
+        "device": f"{device.type}, {ranks} ranks" if ranks > 1 else str(device),
+        "batch": _batch(recipe, prepared.images.size, length.steps, float(length.epoch)),
+        "run": f"{recipe.run}, {_beginning(step)}",
+    }
+    for subject, line in lines.items():
+        logger.info("%-10s  %s", subject, line)
+    if length.warmup > length.steps:
+        logger.warning(
+            "schedule.warmup is longer than the training: the rate reaches %.2g of"
+            " optimizer.learning_rate",
+            length.steps / length.warmup,
+        )
+    has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
+    if device.type == "cpu" and recipe.device == "auto" and has_driver:
+        logger.warning("%s, so it trains on the CPU; device=cuda would refuse that", without_gpu())
+
+
+def _data(recipe: Recipe, index: Index | None, steps: int) -> str:
+    line = str(recipe.data.train)
+    if index is not None:
+        line += f": {len(index):,} images of {len(index.class_name):,} classes"
+    if recipe.data.image_sizes:
+        for share, size in recipe.data.sizes:
+            line += f", {size} px from step {round(share * steps) + 1:,} on"
+    return line
+
+
+def _evaluation(recipe: Recipe, sets: list[str], step: int | None) -> str:
+    evaluation = recipe.evaluation
+    if recipe.data.validation is None:
+        return "none, since data.validation is not set"
+    if not sets:
+        return "none, since evaluation.every is 0"
+    begins = "before the first step and " if evaluation.at_start and step == 0 else ""
+    line = f"{', '.join(sets)}, {begins}after the last"
+    return f"{line}, and every {evaluation.every} {evaluation.unit}" if evaluation.every else line
+
+
+def _batch(recipe: Recipe, size: int, steps: int, epoch: float) -> str:
+    batch = f"{size:,} images by {name_of('sampling', recipe.sampling)}; "
+    if epoch:
+        batch += f"an epoch is {epoch:.3g} steps, the training {steps / epoch:.3g} epochs or "
+    return f"{batch}{steps:,} steps"
+
+
+def _beginning(step: int | None) -> str:
+    if step is None:
+        return "from its newest checkpoint"
+    return f"from step {step}" if step else "from the start"

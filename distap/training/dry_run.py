@@ -1,0 +1,126 @@
+"""A dry run: prepare a training in this process, draw and rank a first batch, and train nothing."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import normalize
+
+from distap.config.recipe import Recipe
+from distap.data.loading.share import TrainingImages
+from distap.errors import DistapError
+from distap.ranking.loss import Loss
+from distap.ranking.rank import rank
+from distap.telemetry.terminal import print_result
+from distap.training.announcement import announce
+from distap.training.prepared import prepare
+from distap.world import device_of, joined_world
+
+TRIED_IMAGES = 4  # that are read and augmented
+# whose random descriptors are ranked
+TRIED_CLASSES = 16
+TRIED_OF_A_CLASS = 4
+
+Labels = NDArray[np.int64]  # (n,), or (n, L) from the finest level
+
+
+def dry_run(recipe: Recipe, ranks: int) -> None:
+    """Prepare a training by `ranks` ranks of this host, try its first batch, and print its plan."""
+    device_of(ranks - 1, recipe.device)  # there may be fewer GPUs
+    with joined_world(recipe.timeout_seconds, recipe.device) as world:
+        prepared = prepare(recipe, world, planned_ranks=ranks)
+        if recipe.checkpoint.store is not None:
+            prepared.state.lease.require_writable()
+        announce(prepared, None if prepared.is_begun else 0, world.device, ranks)
+        images = prepared.images
+        dimensions = prepared.network.dimensions
+        try_first_batch(recipe, images, dimensions, prepared.step.stages.loss)
+        pixels = 3 * recipe.data.image_size**2 * -(-images.size // ranks)
+        descriptors = 4 * dimensions * images.size  # of all ranks, which each rank gathers
+        print_result(
+            f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of"
+            " descriptors per step"
+        )
+
+
+def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, loss: Loss) -> None:
+    """Draw the first batch, augment a few of its images, and rank random descriptors of it.
+
+    Raises:
+        DistapError: a part fails, such as a class of the user's own; it names the recipe's key.
+    """
+    planned = _planned_labels(recipe, images)
+    images.job = replace(images.job, workers=0, chunk=TRIED_IMAGES)
+    with (
+        blaming("data.augmentation", recipe.data.augmentation),
+        closing(images.chunks(range(1))) as chunks,
+    ):
+        chunk = next(chunks)
+    labels = chunk.labels if planned is None else planned
+    rows = _rows_to_rank(labels if labels.ndim == 1 else labels[:, 0])
+    if rows is None:
+        return
+    generator = torch.Generator().manual_seed(recipe.seed)
+    descriptors = normalize(torch.randn(len(rows), dimensions, generator=generator))
+    device = images.world.device
+    with blaming("loss", loss):
+        ranking = rank(descriptors.to(device), torch.from_numpy(labels[rows]).to(device), loss)
+    if not ranking.is_finite:
+        raise DistapError(
+            "loss.not_finite",
+            f"loss: {type(loss).__name__} gives {float(ranking.loss):g} for random descriptors",
+        )
+
+
+def _planned_labels(recipe: Recipe, images: TrainingImages) -> Labels | None:
+    """Draw the first batch of the plan and return its labels; None if the source has no plan."""
+    plan = getattr(images, "plan", None)
+    if plan is None:
+        return None
+    with blaming("sampling", recipe.sampling):
+        batch = np.asarray(plan.batch(0))
+    if batch.shape != (images.size,) or len(np.unique(batch)) < len(batch):
+        raise DistapError(
+            "sampling.wrong_batch",
+            f"sampling: its batch is {batch.shape}; {images.size} different images are expected",
+        )
+    if batch.dtype.kind not in "iu" or not 0 <= batch.min() <= batch.max() < len(plan.classes):
+        raise DistapError(
+            "sampling.wrong_batch",
+            f"sampling: its batch holds other values than numbers of the {len(plan.classes)}"
+            " images",
+        )
+    labels: Labels = plan.classes.numbers[plan.classes.labels[batch]]
+    return labels
+
+
+def _rows_to_rank(labels: Labels) -> Labels | None:
+    """Return rows of a few large classes; None if there are no pairs, as may be at random."""
+    classes = [
+        np.flatnonzero(labels == label)[:TRIED_OF_A_CLASS]
+        for label in np.unique(labels[labels >= 0])
+    ]
+    largest = sorted(classes, key=len, reverse=True)[:TRIED_CLASSES]
+    if len(largest) < 2 or len(largest[0]) < 2:
+        return None
+    return np.concatenate(largest)
+
+
+@contextmanager
+def blaming(key: str, part: Any) -> Iterator[None]:
+    """Turn an error of a part's own code into a DistapError that names its key and class."""
+    try:
+        yield
+    except DistapError:
+        raise
+    except Exception as error:  # a class of the user's own raises anything
+        message = shorten(str(error), 200) or type(error).__name__
+        raise DistapError(
+            "recipe.failing_part",
+            f"{key}: {type(part).__name__} fails: {type(error).__name__}: {message}",
+        ) from error
