@@ -154,11 +154,11 @@ def test_no_rank_reads_the_heartbeats_of_others_while_all_go_on():
     store = CountingStore()
     watched = [watchdog(store, rank, 4) for rank in range(4)]
     while store.requests["set"] < 20:
-        for one in watched:
-            with one.collective("barrier"):
+        for engine in watched:
+            with engine.collective("barrier"):
                 pass
-    for one in watched:
-        one.stop()
+    for engine in watched:
+        engine.stop()
     assert set(store.requests) == {"set", "check", "add"}
 
 
@@ -169,8 +169,8 @@ def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
     ):
         store = CountingStore()
         watchdog(store, 1, 2).stop(error)
-        told = json.loads(store.get("beat/1"))
-        assert told["status"] == status and told["left"].startswith(type(error).__name__)
+        message = json.loads(store.get("beat/1"))
+        assert message["status"] == status and message["left"].startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize("status", [FINISHED, RESTART, 139])
