@@ -117,6 +117,10 @@ class CollectiveError(DistapError):
     status = FAILED
 
 
+class AnswerError(DistapError):
+    """Raised if a server's answer is not acceptable; another attempt would not help."""
+
+
 def _presentable(message: object) -> object:
     """Return a message without secrets and without the middle of very long texts."""
     if not isinstance(message, str):
