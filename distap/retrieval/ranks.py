@@ -101,7 +101,7 @@ class Block:
         height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
         for start in range(0, len(rows), height):
             read = taken(gallery, rows[start : start + height].clamp(min=0))
-            described = on_device(read, queries.dtype, queries.device, what="positive")
+            described = on_device(read, queries.dtype, queries.device, name="positive")
             is_here = (place >= start) & (place < start + len(described)) & (positives != NONE)
             query, number = is_here.nonzero(as_tuple=True)
             column = place[query, number] - start
