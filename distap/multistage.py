@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distap.errors import DistapError, checked, logger
 from distap.model.pooling import NAMED, pooled
 from distap.ranking.compiling import uncompiled
-from distap.ranking.inputs import Extra, Inputs, Numbers, agreement
+from distap.ranking.inputs import Extra, Inputs, TensorLike, agreement
 from distap.ranking.listwise import KnownGradient, RankingModule
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.building import AnyLoss
@@ -292,7 +292,7 @@ class Multistage(RankingModule):
         self,
         network: nn.Module,
         images: Any,
-        labels: Numbers | None,
+        labels: TensorLike | None,
         samples: Sequence[int] | None,
         extra: Extra | None,
     ) -> GivenBatch:

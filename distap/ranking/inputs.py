@@ -15,8 +15,8 @@ from distap.ranking.loss import Loss
 from distap.ranking.rankable import MOST_ROWS, row_names
 from distap.world import World
 
-Numbers = Tensor | ArrayLike
-Extra = Mapping[str, Numbers]
+TensorLike = Tensor | ArrayLike
+Extra = Mapping[str, TensorLike]
 
 
 class Inputs:
@@ -30,7 +30,7 @@ class Inputs:
         DistapError: one of them makes no tensor of numbers.
     """
 
-    def __init__(self, labels: Numbers, samples: Numbers | None, extra: Extra | None) -> None:
+    def __init__(self, labels: TensorLike, samples: TensorLike | None, extra: Extra | None) -> None:
         self.labels = tensor_given(labels, "labels")
         self.samples = None if samples is None else tensor_given(samples, "samples")
         self.extra = {

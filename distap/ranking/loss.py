@@ -26,9 +26,9 @@ GPU_TILE_PAIRS = 2**26
 # ones, (K, L).
 KnownClasses = int | Int64[Tensor, "K *L"] | None
 # Of n images, such as those that arrive together.
-Descriptors = Float[Tensor, "n C"]
-Labels = Int64[Tensor, " n"]
-Flags = Bool[Tensor, " n"]
+DescriptorRows = Float[Tensor, "n C"]
+LabelRows = Int64[Tensor, " n"]
+FlagRows = Bool[Tensor, " n"]
 # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
 TENSORS_A_PAIR = 8
 
@@ -88,7 +88,7 @@ class Counter:
         self.budget = budget
         self.seen = 0  # images that were added
 
-    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
+    def add(self, descriptors: DescriptorRows, labels: LabelRows, is_own: FlagRows) -> None:
         """Add the gallery's next descriptors; `labels` and `is_own` are on the CPU."""
         self.seen += len(labels)
 
