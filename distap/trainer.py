@@ -145,9 +145,7 @@ class Trainer:
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
-        """Yield this rank's shares of all steps that are left; every `sampling.every` steps, mine
-        first.
-        """
+        """Yield this rank's shares of the remaining steps; mine every `sampling.every` steps."""
         steps = self.prepared.length.steps
         nearest = self.state.nearest
         every = steps if nearest is None else self.recipe.sampling.every
@@ -173,11 +171,7 @@ class Trainer:
         return bool(prepared.sets) and prepared.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self, share: ShareOfBatch) -> None:
-        """Keep as many graphs as memory allows, if the recipe wants it; log the time since the
-        start.
-
-        Only a step shows what optimiser and activations take, and so what is left for kept graphs.
-        """
+        """Choose how many graphs to keep, if that is `auto`, and log the time since the start."""
         replica = self.learner.replica
         count = len(share.present)
         if self.recipe.keep == "auto" and replica.keeps_graphs:
@@ -265,8 +259,9 @@ class Trainer:
         return stopping
 
     def evaluate(self, stop: StopRequest) -> Figures | None:
-        """Evaluate on all sets; return rank 0's figures on every rank, or None if a rank was asked
-        to stop.
+        """Evaluate on all sets.
+
+        Returns rank 0's figures on every rank, or None if a rank was asked to stop.
         """
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")

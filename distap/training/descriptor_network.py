@@ -28,6 +28,8 @@ from distap.retrieval.whitening import WHITENING_FILE, save_whitening
 from distap.training.build import network_of, with_given
 from distap.world import World, refuse_default_device
 
+# Tensors by file and name, and the record of the model.
+FilesAndRecord = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
 # Keys of a recipe's evaluation, which are fields of DescribedBy as well.
 DESCRIBED = ("sizing", "scales", "antialias", "dimensions")
@@ -170,7 +172,7 @@ class DescriptorNetwork(
                     "the base has changed since it was trained: export with --format safetensors",
                 )
 
-    def _all_tensors(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _all_tensors(self) -> FilesAndRecord:
         """Return all tensors by file, and the record of the model."""
         state = dict(self.describer.retrieval_network.state_dict())
         backbone = [name for name in state if name.startswith("backbone.")]
@@ -183,7 +185,7 @@ class DescriptorNetwork(
             "model": model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"})
         }
 
-    def _changes(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _changes(self) -> FilesAndRecord:
         """Return the changed tensors by file, and the name and the record of the base."""
         network = self.describer.retrieval_network
         begun = network.begun

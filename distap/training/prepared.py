@@ -45,8 +45,9 @@ def prepare(
     endpoint: Endpoint | None = None,
     planned_ranks: int | None = None,
 ) -> Prepared:
-    """Check a recipe, its data and its network, and build all parts of the training; every rank
-    calls this.
+    """Check a recipe, its data and its network, and build all parts of the training.
+
+    Every rank calls this, since the ranks agree on what they see.
 
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is

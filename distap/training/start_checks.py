@@ -85,8 +85,11 @@ def _refuse_seen_classes(
 def checked_network(
     recipe: Recipe, world: World, images: TrainingImages | None = None, weights: Any = None
 ) -> RetrievalNetwork:
-    """Build the network (see `network_of`); raise a DistapError if it rejects images of the
-    recipe's size, or did not describe the training's descriptors.
+    """Build the network (see `network_of`) and check that it takes the recipe's images.
+
+    Raises:
+        DistapError: it rejects images of this size, or did not describe the descriptors to train
+            on.
     """
     network = network_of(recipe, world, weights)
     described = images.described if isinstance(images, DescribedTraining) else None

@@ -4,7 +4,7 @@ space.
 
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import closing, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -55,28 +55,29 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
         job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
         assert distap(monkeypatch, *search) == 2
         assert (
-            "--output: " in (told := capfd.readouterr().err) and "another search runs here" in told
+            "--output: " in (message := capfd.readouterr().err)
+            and "another search runs here" in message
         )
     (first,) = trials.glob("*/*")
-    own = load_recipe(first / "trial.yaml")
-    assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (
+    trial = load_recipe(first / "trial.yaml")
+    assert (trial.steps, trial.sampling.size, trial.schedule.warmup, trial.evaluation.every) == (
         20,
         8,
         2,
         5,
     )
-    assert (str(own.data.train), str(own.data.validation)) == (
+    assert (str(trial.data.train), str(trial.data.validation)) == (
         f"imagefolder:{folder}/photos[0:0.75]",
         f"imagefolder:{folder}/photos[0.75:1]",
     )
     # The killed trial was that of the recipe as it is; it goes on from its checkpoint.
     assert distap(monkeypatch, *search, "--minutes", "0.1") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     assert (
-        "trial 1, as it was, " in said.err
-        and "minutes left" in said.err
-        and "Next: distap train " in said.out
+        "trial 1, as it was, " in output.err
+        and "minutes left" in output.err
+        and "Next: distap train " in output.out
     )
     # each as many pixels
     for of_trial in (load_recipe(file) for file in trials.glob("*/*/trial.yaml")):
@@ -95,6 +96,14 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert "distap: tuning of " in page and page.count("<tr>") > 1
 
 
+@contextmanager
+def trials_worth(value):
+    """Give each trial a value by its parameters, in place of training it."""
+    with patch.object(Tuning, "train", autospec=True) as train:
+        train.side_effect = lambda search, trial, _: search.study.tell(trial, value(trial.params))
+        yield train
+
+
 def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, monkeypatch):
     search = [
         "tune",
@@ -109,22 +118,24 @@ def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, m
         "9",
     ]
     (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
-    assert distap(monkeypatch, *search) == 0
-    assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
+    with trials_worth(lambda values: 1 - len(values)) as train:
+        assert distap(monkeypatch, *search) == 0
+    tried = [call.args[1].params.get("loss") for call in train.call_args_list]
+    assert tried[0] is None  # as it was, and each value
+    assert sorted(tried[1:]) == ["multi_similarity", "smooth_ap"]
     (folder / "space.yaml").write_text(
         "{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}"
     )
-    with patch.object(Tuning, "train", autospec=True) as train:
-        train.side_effect = lambda search, trial, _: search.study.tell(trial, len(trial.params))
+    with trials_worth(len) as train:
         assert distap(monkeypatch, *search) == 0
-    base, first, best, *others = (call.args[1].params for call in train.call_args_list)
-    assert (base, len(first), len(best), len(others)) == (
+    base, first, best, *remaining = (call.args[1].params for call in train.call_args_list)
+    assert (base, len(first), len(best), len(remaining)) == (
         {},
         1,
         2,
         2,
     ) and first.items() < best.items()
-    assert all(len(best.items() & other.items()) == 1 for other in others)
+    assert all(len(best.items() & other.items()) == 1 for other in remaining)
 
 
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
@@ -141,20 +152,9 @@ def test_few_classes_are_refused(folder, monkeypatch, capfd):
 
 
 def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
-    assert (
-        distap(
-            monkeypatch,
-            "tune",
-            "recipe.yaml",
-            "--minutes",
-            "0.01",
-            "--share",
-            "0.1",
-            "--output",
-            "tuned",
-        )
-        == 0
-    )
+    search = ["tune", "recipe.yaml", "--share", "0.1", "--minutes", "0.01", "--output", "tuned"]
+    with trials_worth(lambda values: 1 - len(values)):
+        assert distap(monkeypatch, *search) == 0
     space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
     assert {"name": "p_by_k", "classes": 16, "images": 2} in space[
@@ -211,9 +211,9 @@ def test_a_database_that_holds_no_trials_is_named_in_one_line(make, folder, monk
         distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned")
         == 2
     )
-    told = capfd.readouterr().err
-    assert "error: tuned/trials.db: the trials cannot be kept there: " in told
-    assert "Traceback" not in told
+    message = capfd.readouterr().err
+    assert "error: tuned/trials.db: the trials cannot be kept there: " in message
+    assert "Traceback" not in message
 
 
 def test_a_database_that_another_process_holds_is_named_in_one_line(folder, monkeypatch, capfd):

@@ -5,6 +5,8 @@ import signal
 import threading
 import weakref
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -20,7 +22,9 @@ from distap.storage.remotes import UnreachableError
 
 def test_a_store_for_checkpoints_that_fails_is_no_lost_rank():
     assert is_of_the_network(RuntimeError("Connection reset by peer"))
-    assert not is_of_the_network(UnreachableError("Connection reset by peer"))
+    assert not is_of_the_network(
+        UnreachableError("storage.unreachable", "Connection reset by peer")
+    )
 
 
 class Held(set):
@@ -39,51 +43,77 @@ def test_what_a_daemon_held_is_freed_before_its_result_is_told():
     assert done.result() == 0 and freed == [True]
 
 
-def ranks(number):
-    return f"--standalone --nproc-per-node={number}"
+@dataclass
+class Ended:
+    """A job that has ended, and how."""
+
+    status: int
+    left: list[int]  # processes that still run
+    said: str
+    lost: int  # the process of the rank that the others lost
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Jobs that each lose a rank, side by side, since each waits for its timeout."""
+    behaviours = {
+        # rank 0 tells the others of the rest, and rank 1 does not
+        "stopped 0": ("go_on", 3, 5),
+        "stopped 1": ("go_on", 3, 5),
+        "stuck": ("stuck", 2, 3),
+        "absent": ("absent", 3, 5),
+    }
+    with ExitStack() as stack:
+        jobs = {}
+        lost = {}
+        for name, (behaviour, size, timeout_seconds) in behaviours.items():
+            folder = tmp_path_factory.mktemp(behaviour)
+            options = f"--standalone --nproc-per-node={size}"
+            command = launcher(options, behaviour, folder, timeout_seconds)
+            jobs[name] = stack.enter_context(started(command, folder))
+        for name, rank in (("stopped 0", 0), ("stopped 1", 1)):
+            jobs[name].wait_for_step(2, 5)
+            lost[name] = jobs[name].pid(rank)
+            os.kill(lost[name], signal.SIGSTOP)
+        statuses = {name: job.status(seconds=120) for name, job in jobs.items()}
+        lost["stuck"] = jobs["stuck"].pid(1)
+        yield {
+            name: Ended(statuses[name], job.left(), job.said, lost.get(name, 0))
+            for name, job in jobs.items()
+        }
 
 
 @pytest.mark.slow
-# the one that tells the others of the rest, and one that does not
+@pytest.mark.parametrize("name", ["stopped 0", "stopped 1", "stuck", "absent"])
+def test_a_job_that_lost_a_rank_has_failed_and_leaves_no_process(ended, name):
+    assert (ended[name].status, ended[name].left) == (FAILED, [])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_path, rank):
-    with started(launcher(ranks(3), "go_on", tmp_path), tmp_path) as job:
-        job.wait_for_step(2, 5)
-        stopped = job.pid(rank)
-        os.kill(stopped, signal.SIGSTOP)
-        assert (job.status(seconds=120), job.left()) == (FAILED, [])
-        told = rf"rank {rank} \(\S+, pid {stopped}\) has not been heard of for \d+ s"
-        told = (
-            rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: {told}"
-        )
-        assert len(re.findall(told, job.said)) == 2, job.said
+def test_all_others_name_a_stopped_rank_and_the_collective(ended, rank):
+    job = ended[f"stopped {rank}"]
+    silent = rf"rank {rank} \(\S+, pid {job.lost}\) has not been heard of for \d+ s"
+    late = r"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: "
+    assert len(re.findall(late + silent, job.said)) == 2, job.said
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
-    with started(launcher(ranks(2), "stuck", tmp_path, timeout_seconds=3), tmp_path) as job:
-        assert (job.status(seconds=120), job.left()) == (FAILED, [])
-        told = (
-            rf"rank 1 \(\S+, pid {job.pid(1)}\) has not reached it; it has been in describe of step"
-            r" 3 for \d+ s"
-        )
-        # Both say so, and the stuck one where it stands.
-        assert len(re.findall(told, job.said)) == 2, job.said
-        assert "time.sleep(600)" in job.said
+def test_a_rank_that_is_stuck_is_named_with_what_it_does(ended):
+    job = ended["stuck"]
+    stuck = (
+        rf"rank 1 \(\S+, pid {job.lost}\) has not reached it; it has been in describe of step"
+        r" 3 for \d+ s"
+    )
+    # Both say so, and the stuck one where it stands.
+    assert len(re.findall(stuck, job.said)) == 2, job.said
+    assert "time.sleep(600)" in job.said
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_joins_is_named_on_all_others(tmp_path):
-    with started(launcher(ranks(3), "absent", tmp_path), tmp_path) as job:
-        assert (job.status(seconds=120), job.left()) == (FAILED, [])
-        assert (
-            len(
-                re.findall(
-                    r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \(", job.said
-                )
-            )
-            == 2
-        )
+def test_a_rank_that_never_joins_is_named_on_all_others(ended):
+    absent = r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \("
+    assert len(re.findall(absent, ended["absent"].said)) == 2
 
 
 def test_hosts_that_expect_other_numbers_of_ranks_are_told_both():
@@ -124,20 +154,23 @@ def test_no_rank_reads_the_heartbeats_of_others_while_all_go_on():
     store = CountingStore()
     watched = [watchdog(store, rank, 4) for rank in range(4)]
     while store.requests["set"] < 20:
-        for one in watched:
-            with one.collective("barrier"):
+        for engine in watched:
+            with engine.collective("barrier"):
                 pass
-    for one in watched:
-        one.stop()
+    for engine in watched:
+        engine.stop()
     assert set(store.requests) == {"set", "check", "add"}
 
 
 def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
-    for error, status in ((DistapError("no such data"), MISTAKE), (KeyError("a fault"), FAILED)):
+    for error, status in (
+        (DistapError("data.missing", "no such data"), MISTAKE),
+        (KeyError("a fault"), FAILED),
+    ):
         store = CountingStore()
         watchdog(store, 1, 2).stop(error)
-        told = json.loads(store.get("beat/1"))
-        assert told["status"] == status and told["left"].startswith(type(error).__name__)
+        message = json.loads(store.get("beat/1"))
+        assert message["status"] == status and message["left"].startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize("status", [FINISHED, RESTART, 139])

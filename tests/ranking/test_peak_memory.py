@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process"),
 ]
-BUDGET = 2**20
+BUDGET = 2**18
 # Uncompiled: the compiler's own memory would hide what is measured.
 MEASURE = """
 import json, sys, torch
@@ -38,7 +38,7 @@ for loss, budget, *batches in json.loads(sys.argv[1]):
 @pytest.fixture(scope="module")
 def peaks():
     skip_if_fast("a process")
-    asked = [("ap_q", BUDGET, 1024, 4096), ("smooth_ap", None, 2048), ("sup_ap", None, 2048)]
+    asked = [("ap_q", BUDGET, 512, 2048), ("smooth_ap", None, 2048), ("sup_ap", None, 2048)]
     # A mapping for each tensor, so that none lies where another's memory was freed and goes
     # uncounted.
     environment = os.environ | {
@@ -53,7 +53,7 @@ def peaks():
 def test_without_kept_bins_memory_grows_no_faster_than_the_batch(peaks):
     small, large = peaks[0]
     # bytes of the bins: they do not fit the half of the budget that is theirs
-    assert BUDGET / 2 < 4096**2 / 2
+    assert BUDGET / 2 < 2048**2 / 2
     assert math.log(large / small) / math.log(4) <= 1.1
 
 

@@ -130,12 +130,7 @@ class Passes(Counter):
             2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device
         )
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
         first_row = self._counts.shape[1]
         queries = Images.of(descriptors, labels, is_own, self.seen, first_row)

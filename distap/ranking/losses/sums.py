@@ -99,12 +99,7 @@ class CounterOfSum(Counter):
         self._sum = loss
         self._counters = [term.counter(pairs, shares) for _, term in loss.parts]
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         super().add(descriptors, labels, is_own)
         for counter in self._counters:
             counter.add(descriptors, labels, is_own)
@@ -233,12 +228,7 @@ class CounterOfPrefix(Counter):
         self._prefix = loss
         self._counter = counter
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         super().add(descriptors, labels, is_own)
         self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
 
