@@ -81,6 +81,11 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     query: tuple[str, ...] = ()
     gallery: tuple[str, ...] = ()
 
+    @property
+    def _members(self) -> dict[Name, None]:
+        """Return the images of all instances, each once, in order."""
+        return dict.fromkeys(image for images in self.instances.values() for image in images)
+
     def named_as(self, queries: Sequence[Name], gallery: Sequence[Name]) -> "GroundTruth":
         """Return this truth with the names that images have, where both differ in their Unicode
         form alone.
@@ -125,6 +130,27 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
             }
         )
 
+    def problem(self) -> str:
+        """Describe a contradiction between the keys; "" if there is none."""
+        if not (self.queries or self.query):
+            return "queries: expected at least one"
+        members = self._members
+        for query in self.queries:
+            is_instance = query.name in self.instances
+            if query.name in members and not is_instance:
+                return f"query {query.name!r} is an image of an instance; ask for the instance"
+            if query.box and is_instance:
+                return (
+                    f"query {query.name!r} is an instance, of several images, and can have no box"
+                )
+        if bool(self.query) != bool(self.gallery):
+            return "query and gallery name folders next to the file; give both or neither"
+        if self.unit == "degrees" and self.positions is not None:
+            norths = [abs(north) for north, _ in self.positions.values()]
+            if max(norths, default=0) > 90:
+                return "positions in degrees are latitude, from -90 to 90, and longitude"
+        return ""
+
     def boxes(self, where: str, names: Sequence[str]) -> dict[int, Box]:
         """Return the part to describe of each query that has a box, in whole pixels, by the place
         of its name.
@@ -165,7 +191,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         if not self.instances:
             return [*names], descriptors
         row = {name: place for place, name in enumerate(names)}
-        members = dict.fromkeys(image for images in self.instances.values() for image in images)
+        members = self._members
         missing = [image for image in members if image not in row and image not in lost]
         if missing:
             raise DistapError(
@@ -355,29 +381,10 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
         raise DistapError("evaluation.wrong_truth", f"{where}: {key}: {first['msg']}") from error
     figures_named(parsed.figures)
     refuse_repeated(parsed.queries, where)
-    problem = _problem(parsed)
+    problem = parsed.problem()
     if problem:
         raise DistapError("evaluation.wrong_truth", f"{where}: {problem}")
     return parsed
-
-
-def _problem(truth: GroundTruth) -> str:
-    """Describe what contradicts itself in a ground truth; "" if nothing does."""
-    if not (truth.queries or truth.query):
-        return "queries: expected at least one"
-    images = {image for images in truth.instances.values() for image in images}
-    for query in truth.queries:
-        is_instance = query.name in truth.instances
-        if query.name in images and not is_instance:
-            return f"query {query.name!r} is an image of an instance; ask for the instance"
-        if query.box and is_instance:
-            return f"query {query.name!r} is an instance, of several images, and can have no box"
-    if bool(truth.query) != bool(truth.gallery):
-        return "query and gallery name folders next to the file; give both or neither"
-    norths = [north for north, _ in (truth.positions or {}).values()]
-    if truth.unit == "degrees" and any(abs(north) > 90 for north in norths):
-        return "positions in degrees are latitude, from -90 to 90, and longitude"
-    return ""
 
 
 def refuse_repeated(queries: Sequence[TrueQuery], where: str) -> None:

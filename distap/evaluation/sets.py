@@ -49,33 +49,19 @@ def open_set(
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
     open_parts(distractors, None)  # raises for a path without descriptors
-    is_whole_folder = not source.scheme and source.pattern is None and not source.is_part
-    is_converted = (
-        truth is None
-        and is_whole_folder
-        and source.kind == "shards"
-        and Path(source.base, GROUND_TRUTH_FILE).is_file()
-    )
-    if is_converted and gallery is not None:
-        raise DistapError(
-            "evaluation.gallery_known",
-            f"{source}: its gallery is that of its ground truth, so leave gallery out",
-        )
-    if gallery_draws and (is_converted or truth is not None or gallery is not None):
+    if truth is not None:
+        opened = _listed_set(source, gallery, Path(truth))
+    elif _is_converted(source):
+        opened = _converted_set(source, gallery)
+    else:
+        opened = _labelled_set(source, gallery, gallery_draws)
+        if figures:  # results are sorted by mAP
+            figures = tuple(dict.fromkeys(("mAP", *figures)))
+    if gallery_draws and opened.gallery:
         raise DistapError(
             "evaluation.gallery_known",
             f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out",
         )
-    if is_converted:
-        opened = _converted_set(Path(source.base))
-    elif truth is not None:
-        opened = _listed_set(source, gallery, Path(truth))
-    else:
-        if is_whole_folder and gallery is None and not gallery_draws:
-            _refuse_lonely_queries(source)
-        opened = _labelled_set(source, gallery, gallery_draws)
-        if figures:  # results are sorted by mAP
-            figures = tuple(dict.fromkeys(("mAP", *figures)))
     return replace(
         opened,
         name=name or Path(source.base).name or "data",
@@ -89,16 +75,36 @@ def _open_images(where: Source | str) -> ImageSet:
     return DescribedImages(source) if source.kind == "described" else open_images(source)
 
 
-def _converted_set(folder: Path) -> EvaluationSet:
+def _is_whole_folder(source: Source) -> bool:
+    return not source.scheme and source.pattern is None and not source.is_part
+
+
+def _is_converted(source: Source) -> bool:
+    """Return whether a source is a folder of `distap data convert`, which has a ground truth."""
+    has_truth = Path(source.base, GROUND_TRUTH_FILE).is_file()
+    return source.kind == "shards" and _is_whole_folder(source) and has_truth
+
+
+def _converted_set(source: Source, gallery: Source | str | None) -> EvaluationSet:
     """Open a folder of `distap data convert`: its truth names the folders of queries and gallery.
 
     A folder that is named for both is opened once, so that its images are described once.
     """
+    if gallery is not None:
+        raise DistapError(
+            "evaluation.gallery_known",
+            f"{source}: its gallery is that of its ground truth, so leave gallery out",
+        )
+    folder = Path(source.base)
     truth = read_truth(folder / GROUND_TRUTH_FILE)
-    images = {part: _open_images(str(folder / part)) for part in (*truth.query, *truth.gallery)}
-    queries = tuple(images[part] for part in truth.query)
-    gallery = tuple(images[part] for part in truth.gallery)
-    return EvaluationSet(folder.name, queries, truth.figures, gallery, truth)
+    images = {name: _open_images(str(folder / name)) for name in (*truth.query, *truth.gallery)}
+    return EvaluationSet(
+        folder.name,
+        tuple(images[name] for name in truth.query),
+        truth.figures,
+        tuple(images[name] for name in truth.gallery),
+        truth,
+    )
 
 
 def _listed_set(source: Source, gallery: Source | str | None, path: Path) -> EvaluationSet:
@@ -113,6 +119,16 @@ def _listed_set(source: Source, gallery: Source | str | None, path: Path) -> Eva
 
 def _labelled_set(source: Source, gallery: Source | str | None, draws: int) -> EvaluationSet:
     """Open images of which those of the query's class are right."""
+    folder = Path(source.base)
+    # As `distap data pack` names the two folders.
+    neighbour = folder.with_name(f"{folder.name.removesuffix('query')}gallery")
+    is_query = folder.name.endswith("query") and _is_whole_folder(source)
+    if is_query and gallery is None and not draws and neighbour.is_dir():
+        raise DistapError(
+            "evaluation.no_gallery",
+            f"{source}: give its gallery, {neighbour}, by data.gallery or --gallery; if these are"
+            f" to retrieve each other, write {source}/*.tar",
+        )
     queries = _open_images(source)
     searched = () if gallery is None else (_open_images(gallery),)
     for images in (queries, *searched):
@@ -130,18 +146,6 @@ def _labelled_set(source: Source, gallery: Source | str | None, draws: int) -> E
                 " leave the gallery out, and each retrieves all others",
             )
     return EvaluationSet(source.base, (queries,), LABELLED_FIGURES, searched, draws=draws)
-
-
-def _refuse_lonely_queries(source: Source) -> None:
-    """Raise a DistapError for the queries of `distap data pack` whose gallery lies next to them."""
-    folder = Path(source.base)
-    gallery = folder.with_name(f"{folder.name.removesuffix('query')}gallery")
-    if folder.name.endswith("query") and gallery.is_dir():
-        raise DistapError(
-            "evaluation.no_gallery",
-            f"{source}: give its gallery, {gallery}, by data.gallery or --gallery; if these are to"
-            f" retrieve each other, write {source}/*.tar",
-        )
 
 
 def open_named_sets(
