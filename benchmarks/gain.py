@@ -157,11 +157,15 @@ class GainBenchmark(harness.Benchmark):
             *(("--contender", name, [INIT, *IN_LOOPS]) for name in self.contender),
         ):
             if name not in names:
-                raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, names)}")
+                raise DistapError(
+                    "command.unknown_name",
+                    f"{option}: there is no {name!r}; {suggestion(name, names)}",
+                )
         wrong = [text for text in (*self.variant, *self.recipe) if ": " not in text]
         if wrong:
             raise DistapError(
-                f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for"
+                "command.wrong_option",
+                f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for",
             )
         changes = dict.fromkeys(self.contender, "") | dict(
             text.split(": ", 1) for text in (*self.variant, *self.recipe)

@@ -140,11 +140,11 @@ def shards(tmp_path: Path, image_folder: Path) -> Path:
 def training_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two data sets of different classes, to train on and to evaluate on; not to be written to."""
     folder = tmp_path_factory.mktemp("training")
-    for part, seed in (("train", 1), ("test", 2)):
+    for split, seed in (("train", 1), ("test", 2)):
         images = write_images(
-            folder / f"{part}-images", {f"{part}-{c}": 3 + c % 4 for c in range(12)}, 40, seed
+            folder / f"{split}-images", {f"{split}-{c}": 3 + c % 4 for c in range(12)}, 40, seed
         )
-        pack(images, folder / part, images_per_shard=20)
+        pack(images, folder / split, images_per_shard=20)
     return folder / "train", folder / "test"
 
 

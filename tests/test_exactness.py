@@ -115,8 +115,8 @@ def test_images_that_require_a_gradient_are_refused(given):
     images, labels = images_and_labels()
     prompted = images + nn.Parameter(torch.zeros(1, 3, 1, 1, dtype=torch.float64))
     network = Network()
-    network.forward = lambda one: Network.forward(
-        network, one["pixels"] if isinstance(one, dict) else one
+    network.forward = lambda tensor: Network.forward(
+        network, tensor["pixels"] if isinstance(tensor, dict) else tensor
     )
     with pytest.raises(DistapError, match="require a gradient"):
         Multistage(network, "ap_q", 4)(given(prompted), labels)
@@ -195,10 +195,12 @@ def test_a_layer_whose_state_moves_in_each_pass_has_the_gradient_of_one_pass_ove
     multistage(images, labels).backward()
     distap.ListwiseLoss("smooth_ap")(again(images), labels).backward()
     assert multistage.replay_drift == 0
-    for (name, one), other in zip(network.named_parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
-    for one, other in zip(network.buffers(), again.buffers(), strict=True):
-        assert torch.equal(one, other)
+    for (name, parameter), other in zip(
+        network.named_parameters(), again.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+    for parameter, other in zip(network.buffers(), again.buffers(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_what_people_have_is_taken():
@@ -231,8 +233,8 @@ def test_a_compiled_multistage_gives_the_same_gradient():
     networks = Network(), Network()
     plain = Multistage(networks[0], "ap_q", 4)
     compiled = torch.compile(Multistage(networks[1], "ap_q", 4), backend="eager")
-    for one in (plain, compiled):
-        one(*images_and_labels()).backward()
+    for item in (plain, compiled):
+        item(*images_and_labels()).backward()
     assert torch.equal(networks[0].layer.weight.grad, networks[1].layer.weight.grad)
 
 
@@ -433,13 +435,13 @@ def test_descriptors_of_length_zero_are_named(ending):
 def test_a_network_that_gives_one_descriptor_is_told_of_once(caplog):
     images, labels = images_and_labels()
     network = Network(lambda descriptors: 0 * descriptors + 1)
-    for module, given in (
+    for module, inputs in (
         (Multistage(network, "ap_q", 5), images),
         (distap.ListwiseLoss("ap_q"), network(images)),
     ):
         caplog.clear()
         for _ in range(2):
-            module(given, labels)
+            module(inputs, labels)
         (record,) = caplog.records
         assert "given all images of this batch the same descriptor" in record.getMessage()
 

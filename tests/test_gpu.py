@@ -64,17 +64,17 @@ def stepped(network, device, precision="float32", sizes=None, network_of=lambda 
     return result, moved, step
 
 
-def distance(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def distance(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("precision", "near"), [("float32", 1e-3), ("bf16", 0.3)])
 def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
     network = random_network().train()
     _, expected, _ = stepped(network.double(), torch.device("cpu"))
-    result, found, step = stepped(network.float(), DEVICE, precision)
+    result, actual, step = stepped(network.float(), DEVICE, precision)
     assert result.skipped is None and result.replay_drift < 0.05
-    assert distance(found, expected) < near
+    assert distance(actual, expected) < near
     seconds = step.stages.stopwatch.seconds
     assert 0 < seconds["network"] < seconds["describe"] + seconds["replay"]
 
@@ -93,10 +93,10 @@ def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_
 class Hungry(torch.nn.Module):
     """Runs out of the device's memory from so many images on."""
 
-    def __init__(self, network, most):
+    def __init__(self, network, limit):
         super().__init__()
         self.network = network
-        self.most = most
+        self.most = limit
 
     def forward(self, images):
         if len(images) > self.most:
@@ -108,11 +108,11 @@ def test_micro_batches_are_halved_until_they_fit():
     network = random_network().train()
     sizes = MicroBatchSizes(16)
     _, expected, _ = stepped(network, DEVICE)
-    _, found, step = stepped(
+    _, actual, step = stepped(
         network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5)
     )
     assert step.stages.sizes.images == 4
-    assert distance(found, expected) < 1e-3
+    assert distance(actual, expected) < 1e-3
 
 
 def gathered_on(device, dtype, classes):
@@ -136,11 +136,11 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
-    found, expected = rankings
-    assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
+    actual, expected = rankings
+    assert float(actual.loss) == pytest.approx(float(expected.loss), rel=1e-4)
     # its gradient is a difference of two rankings, of which near ties decide
     if name != "blackbox_ap":
-        assert distance(found.gradient.double().cpu(), expected.gradient) < 1e-3
+        assert distance(actual.gradient.double().cpu(), expected.gradient) < 1e-3
 
 
 def test_ranking_takes_a_share_of_the_free_memory():
@@ -169,5 +169,5 @@ def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
 
 def test_evaluation_is_that_of_the_cpu():
     raw, labels = problem(5, 500, 16, dtype=torch.float32)
-    found = evaluate(normalize(raw).to(DEVICE), labels.to(DEVICE))
-    assert found == pytest.approx(evaluate(normalize(raw), labels), abs=1e-4)
+    actual = evaluate(normalize(raw).to(DEVICE), labels.to(DEVICE))
+    assert actual == pytest.approx(evaluate(normalize(raw), labels), abs=1e-4)

@@ -106,8 +106,8 @@ def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, 
     assert torch.equal(again.describe(paths), network.describe(paths))
     assert again.describer.described_by == network.describer.described_by
     of_timm = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    own = network.describer.retrieval_network.backbone.state_dict()
-    assert all(torch.equal(tensor, own[name]) for name, tensor in of_timm.state_dict().items())
+    state = network.describer.retrieval_network.backbone.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in of_timm.state_dict().items())
     assert (tmp_path / "saved" / "README.md").read_text().startswith("---")
     (tmp_path / "saved" / "head.safetensors").write_bytes(b"")
     with pytest.raises(DistapError, match="not a network that distap has saved"):
@@ -131,7 +131,7 @@ def test_descriptors_of_any_layout_are_taken(described):
     read_only.flags.writeable = False
     reversed_rows = described.numpy()[::-1].copy()[::-1]
     graph = described.clone().requires_grad_()
-    given = [
+    inputs = [
         list(described),
         described.tolist(),
         read_only,
@@ -139,7 +139,7 @@ def test_descriptors_of_any_layout_are_taken(described):
         described.numpy().astype(">f4"),
         graph,
     ]
-    for values in given:
+    for values in inputs:
         assert distap.evaluate(values, labels) == figures
         # one vector
         assert [hit.row for hit in distap.search_index(values).search(values[7], 5)[0]] == nearest

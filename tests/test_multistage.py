@@ -44,18 +44,18 @@ def full_batch(name="ap_q", make=small_network):
     images."""
     network = make()
     images, labels = small_images(IMAGES)
-    own = []
+    own_row = []
     virtual = ()
     if name != OTHER:
-        own = [one.detach().requires_grad_() for one in loss_of(name).parameters]
+        own_row = [parameter.detach().requires_grad_() for parameter in loss_of(name).parameters]
     if name == "simix":
         virtual = virtual_images(labels, loss_of(name), lambda loss: one_process(network, loss, 4))
     descriptors = normalize(network(images))
     value = ContrastiveLoss()(descriptors, labels)
     if name != OTHER:
-        value = defined(name, descriptors, levels_of(labels), own, virtual)
+        value = defined(name, descriptors, levels_of(labels), own_row, virtual)
     value.backward()
-    return value.item(), [one.grad for one in (*network.parameters(), *own)]
+    return value.item(), [parameter.grad for parameter in (*network.parameters(), *own_row)]
 
 
 def one_process(network, loss, size, **options):
@@ -67,18 +67,18 @@ def one_process(network, loss, size, **options):
 
 
 def gradients_of(network):
-    found = [parameter.grad for parameter in network.parameters()]
-    return [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+    gradients = [parameter.grad for parameter in network.parameters()]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in gradients]
 
 
-def assert_near(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() <= NEAR * other.abs().max() + 1e-15
+def assert_near(actual, expected):
+    for item, other in zip(actual, expected, strict=True):
+        assert (item - other).abs().max() <= NEAR * other.abs().max() + 1e-15
 
 
 def share_of(rank, size):
     """Uneven shares, each of consecutive images: the first rank has the most."""
-    stops = [IMAGES - (size - 1 - one) * (IMAGES // size - 1) for one in range(size)]
+    stops = [IMAGES - (size - 1 - index) * (IMAGES // size - 1) for index in range(size)]
     return slice(stops[rank - 1] if rank else 0, stops[rank])
 
 
@@ -120,7 +120,7 @@ def one_case(world, wrapper, name, mode):
         with multistage.no_sync():
             backward()
     collectives = collectives_of(backward) if name in CHOSEN else backward()
-    gradients = gradients_of(network) + [one.grad for one in multistage.loss.parameters]
+    gradients = gradients_of(network) + [parameter.grad for parameter in multistage.loss.parameters]
     if wrapper == "not wrapped":
         gradients = [world.sum(gradient) / world.size for gradient in gradients]
     return values[0].item(), [gradient.detach() / 3 / passes for gradient in gradients], collectives
@@ -151,9 +151,9 @@ def on_some_ranks():
 def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, case):
     expected, gradients = full_batch(case[1])
     for rank in on_some_ranks:
-        value, found, _ = rank[case]
+        value, actual, _ = rank[case]
         assert value == pytest.approx(expected, rel=NEAR)
-        assert_near(found, gradients)
+        assert_near(actual, gradients)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -164,8 +164,10 @@ def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
     (3 * value).backward()
     expected, gradients = full_batch(name)
     assert value.item() == pytest.approx(expected, rel=NEAR)
-    found = gradients_of(network) + [one.grad for one in multistage.loss.parameters]
-    assert_near(found, [3 * gradient for gradient in gradients])
+    actual_gradients = gradients_of(network) + [
+        parameter.grad for parameter in multistage.loss.parameters
+    ]
+    assert_near(actual_gradients, [3 * gradient for gradient in gradients])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] in CHOSEN], ids=str)
@@ -187,11 +189,11 @@ def test_dropout_draws_the_same_in_both_passes():
     torch.manual_seed(5)
     seed = int(torch.randint(2**62, ()))
     again = small_network(dropout=0.3, drop_path=0.2)
-    parts = []
+    passes = []
     for start in range(0, IMAGES, 4):
         torch.manual_seed(seed_for(DROPOUT, seed, 0, start))
-        parts.append(again(images[start : start + 4]))
-    expected = listwise_loss("ap_q", torch.cat(parts), labels)
+        passes.append(again(images[start : start + 4]))
+    expected = listwise_loss("ap_q", torch.cat(passes), labels)
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=NEAR)
     assert_near(gradients_of(network), gradients_of(again))
@@ -204,8 +206,8 @@ class OfNesting(nn.Module):
         super().__init__()
         self.network = small_network()
 
-    def forward(self, given):
-        return self.network(given["image"][0] * given["mask"][:, None, None, None])
+    def forward(self, inputs):
+        return self.network(inputs["image"][0] * inputs["mask"][:, None, None, None])
 
 
 def micro_batches(images, labels):
@@ -217,7 +219,7 @@ def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
     images, labels = small_images(IMAGES)
     _, gradients = full_batch()
     whole = {"image": (images,), "mask": torch.ones(IMAGES, dtype=images.dtype)}
-    given = {
+    inputs = {
         "dict": (OfNesting(), (whole, labels)),
         "iterator": (small_network(), (micro_batches(images, labels),)),
         "iterator of images": (small_network(), (iter(images.split(6)), labels)),
@@ -227,7 +229,7 @@ def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
         ),
         "list": (small_network(), (list(images), labels)),
     }
-    for network, arguments in given.values():
+    for network, arguments in inputs.values():
         Multistage(network, "ap_q", 4)(*arguments).backward()
         assert_near(gradients_of(network), gradients)
 
@@ -282,7 +284,10 @@ def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(
     value.backward()
     listwise_loss("ap_q", normalize(again(images)), labels).backward()
     assert_near(
-        *([one for one in gradients_of(each) if one is not None] for each in (network, again))
+        *(
+            [item for item in gradients_of(element) if item is not None]
+            for element in (network, again)
+        )
     )
 
 
@@ -350,9 +355,9 @@ def odd_ranks(world):
 
 def test_ranks_that_differ_neither_hang_nor_drift():
     _, gradients = full_batch()
-    for found, said in on_ranks(2, odd_ranks):
-        assert_near(found, gradients)
-        assert said == "rank 0: no images were given"
+    for answer, output in on_ranks(2, odd_ranks):
+        assert_near(answer, gradients)
+        assert output == "rank 0: no images were given"
 
 
 def test_autocast_and_a_scaled_loss_reach_the_replay():
@@ -371,12 +376,12 @@ def test_autocast_and_a_scaled_loss_reach_the_replay():
     in_float = small_network().float()
     whole = small_network().float()
     with torch.autocast("cpu", torch.bfloat16):
-        descriptors = torch.cat([whole(part) for part in images.split(4)])
+        descriptors = torch.cat([whole(chunk) for chunk in images.split(4)])
     (1024 * listwise_loss("ap_q", normalize(descriptors.float()), labels)).backward()
-    for found, expected, other in zip(
+    for actual, expected, other in zip(
         gradients[0], gradients_of(whole), gradients_of(in_float), strict=True
     ):
-        assert other is None and (found - expected).norm() < 1e-2 * expected.norm()
+        assert other is None and (actual - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_what_would_spoil_the_gradient_is_refused():

@@ -155,7 +155,9 @@ def cell(world, wrapper, use, groups):
         value.backward()
 
     gradients = [parameter.grad for parameter in network.parameters()]
-    gradients = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
+    gradients = [
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in gradients
+    ]
     if wrapper == "not wrapped" and ranks > 1:
         gradients = [world.sum(gradient) / ranks for gradient in gradients]
     gradients += [parameter.grad for parameter in multistage.loss.parameters]
@@ -168,12 +170,12 @@ def passes_between(world):
     """
     network, multistage, _, _ = wrapped("fsdp2", "plain", None)
     pixels, labels = batch_of(FIRST)
-    own = share_of(world, len(labels))
+    share = share_of(world, len(labels))
     for _ in range(2):
         multistage.zero_grad()
         with torch.no_grad():
             network(pixels[:2])
-        loss = multistage(pixels[own], labels[own])
+        loss = multistage(pixels[share], labels[share])
         with torch.no_grad():
             network(pixels[:2])
         loss.backward()
@@ -204,8 +206,8 @@ def test_ranks_get_the_loss_and_the_gradient_of_the_whole_batch(
 ):
     loss, gradients = expected(use)
     for of_rank in on_two_and_three_ranks[ranks]:
-        value, found, drift = of_rank[wrapper, use]
+        value, actual, drift = of_rank[wrapper, use]
         assert value == pytest.approx(loss, rel=NEAR)
         assert drift < NEAR
-        for gradient, reference in zip(found, gradients, strict=True):
+        for gradient, reference in zip(actual, gradients, strict=True):
             assert (gradient - reference).abs().max() <= NEAR * reference.abs().max() + 1e-15

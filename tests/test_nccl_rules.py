@@ -73,7 +73,7 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
     all_gather_object = dist.all_gather_object
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         for tensor in tensors:
             if not isinstance(tensor, Twin):
                 raise RefusedError(f"{name} of a tensor on the CPU, of {tuple(tensor.shape)}")
@@ -84,14 +84,14 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
             if tensor.dtype not in DTYPES:
                 raise RefusedError(f"{name} of {tensor.dtype}")
         if name not in ("send", "recv"):
-            own = (
-                [list(one.shape) for one in tensors]
+            shapes = (
+                [list(value.shape) for value in tensors]
                 if name != "scatter"
                 else [list(tensors[0].shape)]
             )
             sizes: list[Any] = [None] * dist.get_world_size()
-            all_gather_object(sizes, own)
-            if any(one != own for one in sizes):
+            all_gather_object(sizes, shapes)
+            if any(value != shapes for value in sizes):
                 raise RefusedError(f"{name} of {sizes}")
         return collective(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
 
@@ -135,19 +135,19 @@ def of_rank_0(descriptors, labels):
 def all_losses(world):
     """Value and gradients of every loss, and its gradient by parameters of its own."""
     raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
-    mine = slice(world.rank, None, world.size)
+    own_rows = slice(world.rank, None, world.size)
     present = torch.arange(IMAGES) != 17
-    facts = (one[mine].to(world.device) for one in (normalize(raw), labels, present))
+    facts = (item[own_rows].to(world.device) for item in (normalize(raw), labels, present))
     gathered = gather(*facts, world, IMAGES)
-    found = {}
+    results = {}
     for name in (*LOSSES, of_rank_0):
         loss = build_loss(name).sized(60, 8, 0)
         if loss.learned is not None:
             loss.learned.to(world.device)
         ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)
         of_name = (ranking.loss, *ranking.by_parameters, ranking.gradient)
-        found[getattr(name, "__name__", name)] = [values(one).detach() for one in of_name]
-    return found
+        results[getattr(name, "__name__", name)] = [values(item).detach() for item in of_name]
+    return results
 
 
 def all_figures(world):
@@ -160,19 +160,27 @@ def all_figures(world):
         [(row + 1 + torch.randperm(149, generator=generator)[:4]) % 150 for row in range(150)]
     )
     head, half = head.to(world.device), normalize(raw).numpy().astype(np.float16)
-    more = DescriptorParts([("part", half[:30]), ("another", half[50:99])])
+    distractors = DescriptorParts([("part", half[:30]), ("another", half[50:99])])
     positives = [[row, row + 20, 40 + row] for row in range(15)]
     junk = [[59 - row] for row in range(15, 0, -1)]
     graded = Truth(
-        150, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=world.device
+        150,
+        [rows[:2] for rows in positives],
+        junk,
+        [[1, 2]] * 15,
+        DIFFICULTIES,
+        device=world.device,
     )
-    parts = ["Public" if row % 2 else "Private" for row in range(15)]
-    landmarks = Truth(150, positives, parts=parts, device=world.device)
+    names_of_parts = ["Public" if row % 2 else "Private" for row in range(15)]
+    landmarks = Truth(150, positives, parts=names_of_parts, device=world.device)
     protocol = LABELLED_FIGURES
-    few = descriptors[:15]
+    small_set = descriptors[:15]
     results = [
         evaluate.evaluate_descriptors(
-            *arguments, world=world, head=first, distractors=None if first is not None else more
+            *arguments,
+            world=world,
+            head=first,
+            distractors=None if first is not None else distractors,
         )
         for first, *arguments in (
             (None, descriptors, descriptors, class_truth(labels), protocol, 10),
@@ -185,17 +193,17 @@ def all_figures(world):
                 protocol,
                 10,
             ),
-            (head[:15], few, half, graded, OF_REVISITED),
-            (None, few, descriptors, graded, OF_REVISITED),
-            (None, few, descriptors, landmarks, OF_LANDMARKS),
+            (head[:15], small_set, half, graded, OF_REVISITED),
+            (None, small_set, descriptors, graded, OF_REVISITED),
+            (None, small_set, descriptors, landmarks, OF_LANDMARKS),
         )
     ]
-    return [{name: plain(value) for name, value in vars(one).items()} for one in results]
+    return [{name: plain(value) for name, value in vars(item).items()} for item in results]
 
 
 def plain(value):
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     return values(value) if isinstance(value, Tensor) else value
 
 
@@ -212,11 +220,11 @@ def shared(world):
     """What ranks share in a training and an evaluation."""
     with twin_device() as device, nccl_rules():
         world, shown = replace(world, device=device), []
-        found = everything(world)
+        actual = everything(world)
         SharedProgress(world, shown.append, lambda: False).finish()
         gathered = world.gather_values({"rank": world.rank})
         world.barrier()
-        return *found, shown, gathered
+        return *actual, shown, gathered
 
 
 def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
@@ -224,11 +232,11 @@ def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
     size = 3
     for rank, (own_losses, own_figures, shown, gathered) in enumerate(on_ranks(size, shared)):
         for name, (*expected, rows) in losses.items():
-            *found, own = own_losses[name]
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(own, rows[rank::size], rtol=1e-4, atol=1e-6)
+            *actual, own_row = own_losses[name]
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own_row, rows[rank::size], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(own_figures, figures, rtol=0, atol=0, equal_nan=True)
-        assert shown == [0] and gathered == [{"rank": one} for one in range(size)]
+        assert shown == [0] and gathered == [{"rank": index} for index in range(size)]
 
 
 ACTIONS = {
@@ -248,16 +256,16 @@ ACTIONS = {
 
 def refused(world):
     """What is said of each."""
-    said = []
+    output = []
     with twin_device() as device, nccl_rules():
         for action in ACTIONS.values():
             with pytest.raises(RefusedError) as error:
                 action(replace(world, device=device))
-            said.append(str(error.value))
-    return said
+            output.append(str(error.value))
+    return output
 
 
 def test_what_nccl_refuses_is_found():
-    for said in on_ranks(2, refused):
-        for name, text in zip(ACTIONS, said, strict=True):
+    for output in on_ranks(2, refused):
+        for name, text in zip(ACTIONS, output, strict=True):
             assert re.search(name, text), name

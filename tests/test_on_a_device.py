@@ -31,23 +31,23 @@ def trained(device, keep=0):
     step = step_with(
         learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device)
     )
-    with watching() as found:
+    with watching() as actual:
         for stage in ("describe", "_send_back"):
-            watched(step.stages, stage, found, waits[stage])
+            watched(step.stages, stage, actual, waits[stage])
         batch = TensorBatch(*small_images(IMAGES), world, 1)
         if device.type != "cpu":
             batch.pixels = batch.pixels.pin_memory()
         result = step(batch, learning_rate=1.0)
-    return result, [values(one).detach() for one in network.parameters()], dict(waits)
+    return result, [values(engine).detach() for engine in network.parameters()], dict(waits)
 
 
-def watched(step, name, found, waits):
+def watched(step, name, actual, waits):
     stage = getattr(step, name)
 
     def watch(*arguments):
-        found.clear()
+        actual.clear()
         result = stage(*arguments)
-        waits.update(found)
+        waits.update(actual)
         return result
 
     setattr(step, name, watch)
@@ -71,7 +71,7 @@ def test_a_step_on_a_device_has_the_same_bits_and_waits_for_nothing(keep):
         on_cpu[0].replayed,
         on_cpu[0].kept,
     )
-    for found, expected in zip(parameters, on_cpu[1], strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(parameters, on_cpu[1], strict=True):
+        assert torch.equal(actual, expected)
     assert waits["describe"] <= OF_STAGE
     assert waits["_send_back"] == set()

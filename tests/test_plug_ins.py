@@ -59,10 +59,10 @@ def train_two_steps(world, folder, shards):
 def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_shards):
     on_ranks(2, train_two_steps, tmp_path, training_shards)
     for way in ("class", "line"):
-        found = losses(tmp_path / way)
-        assert len(found) == 2 and all(0 < loss < 2 for loss in found)
+        actual = losses(tmp_path / way)
+        assert len(actual) == 2 and all(0 < loss < 2 for loss in actual)
         *steps, last = map(json.loads, (tmp_path / f"{way}.jsonl").read_text().splitlines())
-        assert [line["loss"] for line in steps if "loss" in line] == found
+        assert [line["loss"] for line in steps if "loss" in line] == actual
         assert last == {"failed": False}
 
 
@@ -79,13 +79,13 @@ def written(folder, shards, **changes):
 
 
 def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, training_shards):
-    parts = {key: f"plug_ins:{name}" for key, name in OF_LISTS.items()}
+    plug_ins = {key: f"plug_ins:{name}" for key, name in OF_LISTS.items()}
     evaluated = {
         "data__validation": str(training_shards[0]),
         "data__unseen_classes": False,
         "evaluation": {"every": 1},
     }
-    file = written(tmp_path, training_shards, **parts, **evaluated)
+    file = written(tmp_path, training_shards, **plug_ins, **evaluated)
     check_training(file, [], 2)
     assert Trainer(prepare(load_recipe(file, []), World()), World()).train() == 0
     assert len(losses(tmp_path / "run")) == 2

@@ -65,29 +65,29 @@ DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit", "_current_frames"}
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=".".join)
 def test_a_private_name_that_we_use_is_there(module, name):
     try:
-        home, *rest = (module, name) if name else module.rsplit(".", 1)
-        reduce(getattr, rest, import_module(home))
+        home, *arguments = (module, name) if name else module.rsplit(".", 1)
+        reduce(getattr, arguments, import_module(home))
     except (ImportError, AttributeError) as error:
         pytest.fail(f"{module}.{name} is gone, which we use for: {NAMES[module, name]} ({error})")
 
 
 def test_every_private_name_that_we_use_stands_here():
-    known = (
-        {part for names in NAMES for name in names for part in name.split(".")}
+    known_names = (
+        {word for names in NAMES for name in names for word in name.split(".")}
         | set(ATTRIBUTES)
         | DOCUMENTED
     )
     used = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        own = {
+        used_names = {
             node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                own.add(node.target.id)
+                used_names.add(node.target.id)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
-                own.add(node.attr)
+                used_names.add(node.attr)
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Attribute):
@@ -95,7 +95,7 @@ def test_every_private_name_that_we_use_stands_here():
             elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("distap"):
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             for name in names:
-                if name.startswith("_") and not name.startswith("__") and name not in own:
+                if name.startswith("_") and not name.startswith("__") and name not in used_names:
                     used[name] = path.relative_to(PACKAGE)
-    assert {name: place for name, place in used.items() if name not in known} == {}
+    assert {name: place for name, place in used.items() if name not in known_names} == {}
     assert {name for name in ATTRIBUTES if name not in used} == set()

@@ -24,10 +24,10 @@ def test_seeds_and_orders_never_change():
     """Batches, augmentation and dropout of every run made so far hang on these."""
     assert seed_for(1, 2, 3) == 6498626229777268288
     assert permutation(6, 7, 8).tolist() == [5, 0, 2, 4, 1, 3]
-    few, many = shuffled(
+    small_set, many = shuffled(
         np.array([6, 10**12]), np.array([[0, 1, 2], [3, 4, 10**11]]), 7, 8
     ).tolist()
-    assert few == [4, 3, 0] and many == [219278381419, 979344024340, 891539248177]
+    assert small_set == [4, 3, 0] and many == [219278381419, 979344024340, 891539248177]
 
 
 def test_a_permutation_holds_everything_once():

@@ -53,9 +53,9 @@ def moved_by(step, batch):
     ], result
 
 
-def assert_near(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 1e-9 * other.norm()
+def assert_near(actual, expected):
+    for item, other in zip(actual, expected, strict=True):
+        assert (item - other).norm() <= 1e-9 * other.norm()
 
 
 def all_cases(world):
@@ -77,9 +77,9 @@ def full_batch_gradients(ranks, settings, micro_batch):
     images, labels = small_images(IMAGES)
     descriptors = torch.empty(IMAGES, 5, dtype=torch.float64)
     for rank in range(ranks):
-        mine = list(range(rank, IMAGES, ranks))
-        for start in range(0, len(mine), micro_batch):
-            slots = mine[start : start + micro_batch]
+        own_values = list(range(rank, IMAGES, ranks))
+        for start in range(0, len(own_values), micro_batch):
+            slots = own_values[start : start + micro_batch]
             torch.manual_seed(seed_for(DROPOUT, SEED, STEP, slots[0]))
             descriptors[slots] = network(images[slots])
     loss = listwise_loss("ap_q", descriptors, labels)
@@ -322,9 +322,9 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
     step = step_on(World(), Overflowing(small_network()), 4, keep=keep)
     moved, result = moved_by(step, TensorBatch(spoilt, labels, World()))
     assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
-    kept = torch.arange(IMAGES) != 18
+    kept_rows = torch.arange(IMAGES) != 18
     reference = small_network()
-    listwise_loss("ap_q", reference(images[kept]), labels[kept]).backward()
+    listwise_loss("ap_q", reference(images[kept_rows]), labels[kept_rows]).backward()
     assert_near(moved, [parameter.grad for parameter in reference.parameters()])
 
 
@@ -335,7 +335,7 @@ def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(s
     step = step_on(World(), Overflowing(small_network()), 4)
     moved, result = moved_by(step, TensorBatch(images, labels, World()))
     assert result.skipped == "descriptor" and result.not_finite == list(spoilt)
-    assert not any(one.any() for one in moved)
+    assert not any(tensor.any() for tensor in moved)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
@@ -343,7 +343,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     step = step_on(World(), network, 4)
     network.head.weight.register_hook(lambda gradient: gradient * torch.nan)
     moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), World()))
-    assert result.skipped == "gradient" and not any(one.any() for one in moved)
+    assert result.skipped == "gradient" and not any(tensor.any() for tensor in moved)
 
 
 def test_the_step_leaves_torchs_random_state_alone():

@@ -131,10 +131,11 @@ def test_no_command_imports_a_class_that_a_record_names(
     tmp_path, monkeypatch, capsys, run, ran, index, photos, arguments
 ):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
-    given = [
-        each.format(photos=photos, tmp=tmp_path, taken=taken, index=index) for each in arguments
+    call_arguments = [
+        element.format(photos=photos, tmp=tmp_path, taken=taken, index=index)
+        for element in arguments
     ]
-    assert command(monkeypatch, *given) == MISTAKE
+    assert command(monkeypatch, *call_arguments) == MISTAKE
     assert (
         "'stranger:Part' is a class" in " ".join(capsys.readouterr().err.split())
         and not ran.exists()
@@ -143,9 +144,9 @@ def test_no_command_imports_a_class_that_a_record_names(
 
 def test_a_server_imports_no_class_that_a_record_names(tmp_path, run, ran, index):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
-    told = "serve", str(index), "--checkpoint", str(taken), "--port", "0"
+    message = "serve", str(index), "--checkpoint", str(taken), "--port", "0"
     path = os.pathsep.join((str(ran.parent), str(Path(distap.__file__).parents[1])))
-    with started(Program(("-m", "distap.cli", *told)), tmp_path, PYTHONPATH=path) as job:
+    with started(Program(("-m", "distap.cli", *message)), tmp_path, PYTHONPATH=path) as job:
         assert job.status() == MISTAKE
         assert "'stranger:Part' is a class" in " ".join(job.said.split()) and not ran.exists()
 
@@ -157,8 +158,8 @@ def test_ranks_import_nothing_from_the_working_folder(tmp_path, run, photos):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
     for name in ("stranger", "helper", "faiss", "tqdm"):
         (taken / f"{name}.py").write_text(CODE)
-    told = "extract", str(photos), str(tmp_path / "out"), "--checkpoint", ".", "--ranks", "2"
-    with started(Program(("-m", "distap.cli", *told), folder=taken), tmp_path) as job:
+    message = "extract", str(photos), str(tmp_path / "out"), "--checkpoint", ".", "--ranks", "2"
+    with started(Program(("-m", "distap.cli", *message), folder=taken), tmp_path) as job:
         assert job.status() == MISTAKE
         assert "'stranger:Part' is a class" in " ".join(job.said.split())
     assert not list(taken.glob("*.ran"))
@@ -249,7 +250,7 @@ def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(
     tmp_path, monkeypatch, run, photos
 ):
     taken = of_friend(tmp_path, monkeypatch, run, "another_friend")
-    told = (
+    message = (
         photos,
         tmp_path / "out",
         "--checkpoint",
@@ -258,7 +259,7 @@ def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(
         "data.workers=0",
         "evaluation.sizing=side 40",
     )
-    assert command(monkeypatch, "extract", *told) == 0
+    assert command(monkeypatch, "extract", *message) == 0
     assert (tmp_path / "another_friend.ran").exists()
 
 

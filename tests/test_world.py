@@ -13,18 +13,18 @@ TOTAL = 11
 
 def exchange(world):
     rows = torch.arange(TOTAL * 2.0).view(TOTAL, 2)
-    mine = rows[world.rank :: world.size]
-    flags = world.gather_rows(mine[:, 0] > 6, TOTAL)
-    everything = world.gather_rows(mine, TOTAL)
-    back = world.scatter_rows(rows if world.rank == 0 else None, mine, TOTAL)
+    own_rows = rows[world.rank :: world.size]
+    flags = world.gather_rows(own_rows[:, 0] > 6, TOTAL)
+    everything = world.gather_rows(own_rows, TOTAL)
+    back = world.scatter_rows(rows if world.rank == 0 else None, own_rows, TOTAL)
     agreement = world.all_agree(True), world.all_agree(world.rank != 1)
     greatest = world.maximum(world.rank), world.maximum(float("nan") if world.rank == 1 else 0.0)
-    said = world.gather_values(["é" * world.rank, world.rank])
+    output = world.gather_values(["é" * world.rank, world.rank])
     return (
-        said,
+        output,
         everything,
         flags,
-        torch.equal(back, mine),
+        torch.equal(back, own_rows),
         agreement,
         greatest,
         world.sum(torch.tensor(1)).item(),
@@ -33,11 +33,11 @@ def exchange(world):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_are_gathered_and_scattered_in_slot_order(size):
-    for said, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
+    for output, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
         assert torch.equal(everything, torch.arange(TOTAL * 2.0).view(TOTAL, 2))
         assert flags.tolist() == [2 * slot > 6 for slot in range(TOTAL)]
         assert is_back
-        assert said == [["é" * rank, rank] for rank in range(size)]
+        assert output == [["é" * rank, rank] for rank in range(size)]
         assert agreement == (True, size == 1)
         assert greatest == (size - 1, 0.0 if size == 1 else float("inf"))
         assert ranks == size
@@ -113,7 +113,7 @@ def leave_early(world):
     world.barrier()  # the ranks are connected
     world.note("gather of step 7")
     if world.rank == 0:
-        raise DistapError("the data are gone")
+        raise DistapError("data.missing", "the data are gone")
     world.barrier()
 
 

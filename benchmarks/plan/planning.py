@@ -57,7 +57,7 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
         return Length(recipe, load_index(recipe.data.train_source, compare=False), batch).steps
     except DistapError as error:
         raise DistapError(
-            f"epochs: the images cannot be counted, so set steps=N: {error}"
+            "data.not_counted", f"epochs: the images cannot be counted, so set steps=N: {error}"
         ) from error
 
 

@@ -22,7 +22,7 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.names import composed
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all in the state of a run
-# of columns of Hugging Face
+# beginnings of the types of Hugging Face's columns that may be labels
 LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")
 LABELS = ("targets", "labels")  # attributes in which data sets keep the labels of all items
 

@@ -145,13 +145,13 @@ class Gathering:
         gallery = self._gallery[: self._in_gallery]
         taking_part = self._facts[:, TAKES_PART].bool()
         facts = self._facts[taking_part]
-        own = self._is_own[taking_part].nonzero().flatten()
+        own_rows = self._is_own[taking_part].nonzero().flatten()
         device = gallery.device
         return Gathered(
             gallery=gallery,
             gallery_levels=queued(facts[:, FINEST_LABEL:].contiguous(), device),
             samples=queued(facts[:, SAMPLE].contiguous(), device),
-            own=queued(own, device),
+            own=queued(own_rows, device),
             taking_part=queued(taking_part, device),
             world=self.world,
         )

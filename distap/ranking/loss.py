@@ -139,7 +139,7 @@ class Loss(ABC):
     @cached_property
     def taken(self) -> tuple[str, ...]:
         """Names of further tensors of images, which the formula takes without a default."""
-        method, known = self.formula
+        method, common = self.formula
         function = getattr(self, method)
         try:
             # A module's `forward` is looked at, for `__call__` takes anything.
@@ -149,7 +149,7 @@ class Loss(ABC):
         named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
         return tuple(
             parameter.name
-            for parameter in [*parameters][known:]
+            for parameter in [*parameters][common:]
             if parameter.default is Parameter.empty and parameter.kind in named
         )
 
@@ -209,8 +209,8 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     by_parameters = tuple(map(torch.zeros_like, loss.parameters))
     if world.rank == 0:
         # To the loss it looks like a single process whose own rows are all rows.
-        own = torch.arange(batch, device=loss_value.device)
-        whole = replace(gathered, own=own, world=World(device=world.device))
+        all_rows = torch.arange(batch, device=loss_value.device)
+        whole = replace(gathered, own=all_rows, world=World(device=world.device))
         try:
             value = loss.value_and_gradient(whole, budget)
             gradient = whole.spread(value.gradient)

@@ -36,8 +36,10 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
     )
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
     assert (loaded.data.image_size, loaded.sizing) == (64, "crop 96")
-    few = len(train) < 100  # which spoil what is pretrained
-    assert (loaded.optimizer.learning_rate, loaded.ema) == ((1e-4, 0.98) if few else (3e-4, None))
+    small_set = len(train) < 100  # which spoil what is pretrained
+    assert (loaded.optimizer.learning_rate, loaded.ema) == (
+        (1e-4, 0.98) if small_set else (3e-4, None)
+    )
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
     assert [
@@ -58,8 +60,8 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
     assert not recipe.exists()
     write_images(tmp_path / "mixed", {"cat": 5, "dog": 5, "cow": 1})
     assert distap(monkeypatch, "init", tmp_path / "mixed", "--output", recipe) == 0
-    told = "".join(capfd.readouterr())
-    assert "1 classes have one image" in told and "distap data pack --split" in told
+    message = "".join(capfd.readouterr())
+    assert "1 classes have one image" in message and "distap data pack --split" in message
 
 
 def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monkeypatch):
@@ -69,7 +71,7 @@ def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monke
     assert distap(monkeypatch, "init", photos, "--output", recipe) == 0
     data = load_recipe(recipe).data
     assert (str(data.train), str(data.validation)) == tuple(
-        f"imagefolder:{photos}[{part}]" for part in ("0:0.75", "0.75:1")
+        f"imagefolder:{photos}[{share}]" for share in ("0:0.75", "0.75:1")
     )
     assert "A quarter of the classes is held out" in recipe.read_text()
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
@@ -93,8 +95,8 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     listed = tmp_path / "photos/list.csv"
     photos = write_images(tmp_path / "photos", {"cat": 4, "dog": 4, "hen": 4, "pig": 4}, size=32)
     rows = [
-        f"{path.relative_to(photos)},{name},{part or ('query' if path.stem == '0' else 'gallery')}"
-        for name, part in (("cat", "train"), ("dog", "train"), ("hen", ""), ("pig", ""))
+        f"{path.relative_to(photos)},{name},{split or ('query' if path.stem == '0' else 'gallery')}"
+        for name, split in (("cat", "train"), ("dog", "train"), ("hen", ""), ("pig", ""))
         for path in sorted((photos / name).iterdir())
     ]
     listed.write_text("\n".join(["path,label,split", *rows, ""]))
@@ -103,7 +105,7 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     assert distap(monkeypatch, "data", "pack", listed, tmp_path / "shards") == 0
     assert distap(monkeypatch, "init", tmp_path / "shards", "--output", recipe) == 0
     data = load_recipe(recipe).data
-    names = [Path(each).name for each in (data.train, data.validation, data.gallery)]
+    names = [Path(item).name for item in (data.train, data.validation, data.gallery)]
     assert names == ["train", "query", "gallery"]
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "steps=5") == 0
     assert "the rate reaches 0.25 of optimizer.learning_rate" in capfd.readouterr().err
@@ -168,7 +170,7 @@ def test_on_gpus_the_recipe_takes_bf16_and_workers_by_the_cores_of_a_rank(tmp_pa
     recipe = tmp_path / "recipe.yaml"
     monkeypatch.setattr("distap.apps.advice.GPU_DEVICES", ("null",))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **how: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **options: True)
     monkeypatch.setattr("distap.apps.advice.usable_cores", lambda: 16)
     write_images(tmp_path / "photos", {"cat": 5, "dog": 5})
     assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0

@@ -120,10 +120,10 @@ def test_both_programs_describe_as_the_checkpoint_does(exported, count):
     pixels = images(count, seed=count)
     expected = described(exported, pixels)
     program = torch.export.load(exported.output / "model.pt2").module()
-    for found in (program(pixels), by_onnx(exported.output / "model.onnx", pixels)):
-        assert found.dtype == torch.float32 and found.shape == (count, 8)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
+    for actual in (program(pixels), by_onnx(exported.output / "model.onnx", pixels)):
+        assert actual.dtype == torch.float32 and actual.shape == (count, 8)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual.norm(dim=1), torch.ones(count))
 
 
 def test_every_program_says_what_made_it(exported):
@@ -131,7 +131,7 @@ def test_every_program_says_what_made_it(exported):
     extra = {"distap": ""}
     torch.export.load(exported.output / "model.pt2", extra_files=extra)
     properties = {
-        each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props
+        item.key: item.value for item in onnx.load(exported.output / "model.onnx").metadata_props
     }
     for text in (extra["distap"], properties["distap"]):
         assert json.loads(text)["described_by"] == expected
@@ -166,8 +166,8 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
     fields = yaml.safe_load(card.split("---\n")[1])
     (result,) = fields["model-index"][0]["results"]
     assert result["dataset"]["name"] == str(training_shards[1])
-    found = {metric["type"]: metric["value"] for metric in result["metrics"]}
-    assert found == pytest.approx(evaluation.figures, abs=1e-6)
+    actual = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert actual == pytest.approx(evaluation.figures, abs=1e-6)
     assert fields["license"] == "unknown" and "base_model" not in fields
     (written,) = re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)
     assert yaml.safe_load(written) == yaml.safe_load((exported.run / "recipe.yaml").read_text())
@@ -186,20 +186,20 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
 
 
 def test_a_card_names_the_weights_that_training_began_with(exported):
-    found = found_checkpoint(exported.run)
-    state = found.state()
+    checkpoint = found_checkpoint(exported.run)
+    state = checkpoint.state()
     state["recipe"]["model"] |= {"backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
     recipe = recorded_recipe(state["recipe"], "test")
-    card = model_card(state, found.manifest, recipe, exported.describer, {}, ())
+    card = model_card(state, checkpoint.manifest, recipe, exported.describer, {}, ())
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
 
 def test_a_card_passes_on_no_key_to_a_storage(exported):
-    found = found_checkpoint(exported.run)
-    state = found.state()
+    checkpoint = found_checkpoint(exported.run)
+    state = checkpoint.state()
     state["recipe"]["data"]["train"] = "https://user:word@a.example/shards/train?signature=abc"
-    card = model_card(state, found.manifest, exported.recipe, exported.describer, {}, ())
+    card = model_card(state, checkpoint.manifest, exported.recipe, exported.describer, {}, ())
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
 
@@ -322,11 +322,11 @@ def held_to_the_network(folder, several, image_size):
     cases = cases_of(several, image_size)
     save_program(program, folder / "model.pt2", {})
     save_onnx(program, folder / "model.onnx", {})
-    found = [
+    actual = [
         difference("model.pt2", torch.export.load(folder / "model.pt2").module(), cases),
         difference("model.onnx", onnx_describer(folder / "model.onnx"), cases),
     ]
-    assert all(each < 1e-5 for each in found)
+    assert all(element < 1e-5 for element in actual)
 
 
 @pytest.mark.slow

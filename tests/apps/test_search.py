@@ -106,15 +106,15 @@ def test_queries_are_files_folders_and_keys(tmp_path, gallery, searcher, monkeyp
     for path in (folder / "a.png", folder / "below" / "b.png"):
         path.write_bytes(upload(2))
     texts = [str(folder), str(folder / "a.png"), key, f"key:{key}"]
-    found = queries_from(texts, searcher.index)
-    assert [query.file for query in found] == [
+    actual = queries_from(texts, searcher.index)
+    assert [query.file for query in actual] == [
         folder / "a.png",
         folder / "below/b.png",
         folder / "a.png",
         None,
         None,
     ]
-    assert [query.key for query in found[3:]] == [key, key]
+    assert [query.key for query in actual[3:]] == [key, key]
     for text in ("nothing", "key:nothing", "x" * 5000, "\0"):
         with pytest.raises(DistapError, match="key"):
             queries_from([text], searcher.index)
@@ -135,8 +135,8 @@ def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, m
     )
     write_index(tmp_path / "index", build_index(described, "flat"), described)
     assert distap(monkeypatch, "search", tmp_path / "index", "key:\x1b[2Jfirst", "-k", 40) == 0
-    said = "".join(capsys.readouterr())
-    assert r"\x1b[2Jfirst" in said and r"\x1b]0;mine\x07" in said and "\x1b" not in said
+    output = "".join(capsys.readouterr())
+    assert r"\x1b[2Jfirst" in output and r"\x1b]0;mine\x07" in output and "\x1b" not in output
 
 
 def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(
@@ -202,11 +202,11 @@ def test_a_page_of_hits_looks_right_in_a_browser_and_shows_whole_keys_on_demand(
         browser.open(page, size)
         assert browser.sideways() <= 0 and not browser.broken_pictures() and not browser.errors()
         shown = browser.driver.find_elements("css selector", ".found svg")
-        assert len(shown) == 10 and min(each.size["width"] for each in shown) > 140
+        assert len(shown) == 10 and min(item.size["width"] for item in shown) > 140
         browser.driver.find_elements("css selector", ".found .zoom > summary")[9].click()
         assert shown[9].size["width"] > 300
     browser.open(page)
-    assert [each.text for each in browser.driver.find_elements("tag name", "h2")] == ["кот 0.png"]
+    assert [item.text for item in browser.driver.find_elements("tag name", "h2")] == ["кот 0.png"]
     hit = searcher.by_key(key, 1)[0]
     shown = browser.driver.find_element("css selector", ".found .key")
     summary = shown.find_element("tag name", "summary")
@@ -239,9 +239,9 @@ def test_a_page_is_written_though_nobody_reads_the_table(tmp_path, gallery):
 
 def test_an_index_of_images_that_are_too_large_is_refused(tmp_path, gallery):
     shutil.copytree(gallery.index, tmp_path / "index")
-    about = json.loads((tmp_path / "index/about.json").read_text())
-    about["described_by"]["sizing"] = "crop 30000"
-    (tmp_path / "index/about.json").write_text(json.dumps(about))
+    record = json.loads((tmp_path / "index/about.json").read_text())
+    record["described_by"]["sizing"] = "crop 30000"
+    (tmp_path / "index/about.json").write_text(json.dumps(record))
     with pytest.raises(
         DistapError, match=r"about\.json.*`crop 30000`: more than 100,000,000 pixels"
     ):

@@ -55,28 +55,29 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
         job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
         assert distap(monkeypatch, *search) == 2
         assert (
-            "--output: " in (told := capfd.readouterr().err) and "another search runs here" in told
+            "--output: " in (message := capfd.readouterr().err)
+            and "another search runs here" in message
         )
     (first,) = trials.glob("*/*")
-    own = load_recipe(first / "trial.yaml")
-    assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (
+    trial = load_recipe(first / "trial.yaml")
+    assert (trial.steps, trial.sampling.size, trial.schedule.warmup, trial.evaluation.every) == (
         20,
         8,
         2,
         5,
     )
-    assert (str(own.data.train), str(own.data.validation)) == (
+    assert (str(trial.data.train), str(trial.data.validation)) == (
         f"imagefolder:{folder}/photos[0:0.75]",
         f"imagefolder:{folder}/photos[0.75:1]",
     )
     # The killed trial was that of the recipe as it is; it goes on from its checkpoint.
     assert distap(monkeypatch, *search, "--minutes", "0.1") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     assert (
-        "trial 1, as it was, " in said.err
-        and "minutes left" in said.err
-        and "Next: distap train " in said.out
+        "trial 1, as it was, " in output.err
+        and "minutes left" in output.err
+        and "Next: distap train " in output.out
     )
     # each as many pixels
     for of_trial in (load_recipe(file) for file in trials.glob("*/*/trial.yaml")):
@@ -127,14 +128,14 @@ def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, m
     )
     with trials_worth(len) as train:
         assert distap(monkeypatch, *search) == 0
-    base, first, best, *others = (call.args[1].params for call in train.call_args_list)
-    assert (base, len(first), len(best), len(others)) == (
+    base, first, best, *remaining = (call.args[1].params for call in train.call_args_list)
+    assert (base, len(first), len(best), len(remaining)) == (
         {},
         1,
         2,
         2,
     ) and first.items() < best.items()
-    assert all(len(best.items() & other.items()) == 1 for other in others)
+    assert all(len(best.items() & other.items()) == 1 for other in remaining)
 
 
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
@@ -210,9 +211,9 @@ def test_a_database_that_holds_no_trials_is_named_in_one_line(make, folder, monk
         distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned")
         == 2
     )
-    told = capfd.readouterr().err
-    assert "error: tuned/trials.db: the trials cannot be kept there: " in told
-    assert "Traceback" not in told
+    message = capfd.readouterr().err
+    assert "error: tuned/trials.db: the trials cannot be kept there: " in message
+    assert "Traceback" not in message
 
 
 def test_a_database_that_another_process_holds_is_named_in_one_line(folder, monkeypatch, capfd):

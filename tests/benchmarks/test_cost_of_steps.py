@@ -204,9 +204,9 @@ def test_more_gpus_are_faster_and_never_beyond_linear():
     rates = [step["images_per_second"] for step in plan["steps"]]
     assert rates == sorted(rates)
     assert all(step["efficiency"] <= 1 and step["fits"] for step in plan["steps"])
-    most = plan["steps"][1]["greatest_keep"]
+    limit = plan["steps"][1]["greatest_keep"]
     assert re.search(
-        rf"on 8 GPUs set replay.size=\d+ replay.keep={most} data.workers=\d+; a host needs",
+        rf"on 8 GPUs set replay.size=\d+ replay.keep={limit} data.workers=\d+; a host needs",
         plan["advice"],
     )
 
@@ -218,12 +218,12 @@ def test_a_plan_of_a_data_sheet_is_printed_and_says_what_it_rests_on(tmp_path, c
     config = tmp_path / "recipe.yaml"
     config.write_text(json.dumps(asked.model_dump(mode="json")))
     plan_command(config, gpus="8,1", batch=32, card="l4")
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (
-        "l4 by its data sheet, of which nothing was measured" in said
-        and "resnet10t at 64 px" in said
+        "l4 by its data sheet, of which nothing was measured" in output
+        and "resnet10t at 64 px" in output
     )
-    assert "on 8 GPUs set replay.size=4" in said and "hours are unknown" in said
+    assert "on 8 GPUs set replay.size=4" in output and "hours are unknown" in output
 
 
 def test_mistakes_are_named():

@@ -47,25 +47,26 @@ def write_font(folder, name, units=1000, data=AILERON):
 
 def write_properties(path):
     """Scripts and blocks as the package of Unicode's properties has them."""
-    of = {
+    members = {
         "Script/Latin": r"[A-Za-z\xC4]",
         "Script/Common": "[0-9]",
         "Script/Han": r"[\u4E00]|\uD840[\uDC00-\uDC02]",
     }
-    of |= {"Block/Basic_Latin": r"[\0-\x7F]", "Block/Latin_1_Supplement": r"[\x80-\xFF]"}
-    of["Block/CJK"] = r"[\u4E00-\u9FFF]|[\uD840-\uD868][\uDC00-\uDFFF]"
+    members |= {"Block/Basic_Latin": r"[\0-\x7F]", "Block/Latin_1_Supplement": r"[\x80-\xFF]"}
+    members["Block/CJK"] = r"[\u4E00-\u9FFF]|[\uD840-\uD868][\uDC00-\uDFFF]"
     return write_tar(
-        path, {f"{name}/regex.mjs": f"export default /{of[name]}/;\n".encode() for name in of}
+        path,
+        {f"{name}/regex.mjs": f"export default /{members[name]}/;\n".encode() for name in members},
     )
 
 
 def test_characters_have_their_blocks_and_scripts(tmp_path):
-    found = glyphs.read_levels(write_properties(tmp_path / "unicode.tgz"), "a7Ä\U00020001")
-    assert found["U+0061"] == ("Latin/Basic_Latin", "Latin") and found["U+0037"] == (
+    actual = glyphs.read_levels(write_properties(tmp_path / "unicode.tgz"), "a7Ä\U00020001")
+    assert actual["U+0061"] == ("Latin/Basic_Latin", "Latin") and actual["U+0037"] == (
         "Common/Basic_Latin",
         "Common",
     )
-    assert found["U+00C4"] == ("Latin/Latin_1_Supplement", "Latin") and found["U+20001"] == (
+    assert actual["U+00C4"] == ("Latin/Latin_1_Supplement", "Latin") and actual["U+20001"] == (
         "Han/CJK",
         "Han",
     )
@@ -83,7 +84,7 @@ def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     assert record["fonts"]["font-2"]["licence"] == "OFL-1.1"
     assert record["fonts"]["font-3"]["images"] == 0
     train, test = (
-        {path.name for path in (tmp_path / "set" / part).iterdir()} for part in ("train", "test")
+        {path.name for path in (tmp_path / "set" / split).iterdir()} for split in ("train", "test")
     )
     drawn = {
         f"U+{code:04X}"
@@ -92,11 +93,11 @@ def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     assert not train & test and train | test <= drawn
     assert abs(len(train) - len(test)) <= 1
     listed = [
-        one
-        for part in ("train", "test")
-        for one in list_images(tmp_path / "set" / f"{part}.csv").images
+        item
+        for split in ("train", "test")
+        for item in list_images(tmp_path / "set" / f"{split}.csv").images
     ]
-    assert {one.path: one.levels[1] in ("Latin", "Common") for one in listed} == dict.fromkeys(
+    assert {item.path: item.levels[1] in ("Latin", "Common") for item in listed} == dict.fromkeys(
         images, True
     )
 
@@ -129,8 +130,8 @@ def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit
 ):
     monkeypatch.setattr("benchmarks.fetch.small_sets.PRODUCTS", 4)
     monkeypatch.setattr("benchmarks.fetch.small_sets.VIEWS", 2)
-    found = [small_sets.fetch_small_set("products", tmp_path / name, 32) for name in "ab"]
-    assert found[0] == found[1] == {"size": 32, "classes": {"train": 2, "test": 2}, "images": 8}
+    actual = [small_sets.fetch_small_set("products", tmp_path / name, 32) for name in "ab"]
+    assert actual[0] == actual[1] == {"size": 32, "classes": {"train": 2, "test": 2}, "images": 8}
     paths = sorted((tmp_path / "a").rglob("*.png"))
     assert [path.relative_to(tmp_path / "a").as_posix()[:9] for path in paths[::2]] == [
         *("test/002/", "test/003/"),

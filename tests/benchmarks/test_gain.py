@@ -11,11 +11,11 @@ from benchmarks.photos import pack
 def test_each_trains_at_its_best_rate_and_a_line_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.gain.FEW_STEPS", 1)
-    for seed, part in enumerate(("train", "test")):
+    for seed, split in enumerate(("train", "test")):
         images = write_images(
-            tmp_path / part, {f"{part} {number}": 6 for number in range(5)}, 64, seed
+            tmp_path / split, {f"{split} {number}": 6 for number in range(5)}, 64, seed
         )
-        pack(images, tmp_path / "data/digits/shards" / part)
+        pack(images, tmp_path / "data/digits/shards" / split)
     asked = {"set": ["digits"], "seconds": 0.1, "output": tmp_path / "gain.jsonl"}
     loops = GainBenchmark(
         **asked, contender=["triplet", "ArcFace", "Multistage"], rate=[1e-4, 1e-2], seeds=1

@@ -102,8 +102,8 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
     assert list(map(str, Grid(file, tmp_path, ["own"]).points)) == ["own, 0.5"]
     assert Grid(file, tmp_path, overrides=["steps=7"]).jobs(grid.points[0], 0)[0].recipe.steps == 7
     # A rate that is given is not searched, and the base recipe may change while others train.
-    given = Grid(file, tmp_path, overrides=["optimizer.learning_rate=0.1"])
-    assert [job.recipe.optimizer.learning_rate for job in given.jobs(given.points[0], 0)] == [0.1]
+    inputs = Grid(file, tmp_path, overrides=["optimizer.learning_rate=0.1"])
+    assert [job.recipe.optimizer.learning_rate for job in inputs.jobs(inputs.points[0], 0)] == [0.1]
     (tmp_path / "base.yaml").write_text("steps: 3")
     assert [job.recipe for job in grid.jobs(grid.points[1], seed=3)] == recipes
 
@@ -169,9 +169,9 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     for row in results.rows():
         samples = values[str(row.point)]
         low, high = stats.t.interval(0.95, 2, loc=sum(samples) / 3, scale=stats.sem(samples))
-        found = row.interval("validation/mAP@R")
-        assert found.mean - found.half == pytest.approx(low, abs=1e-4)
-        assert found.mean + found.half == pytest.approx(high, abs=1e-4)
+        actual = row.interval("validation/mAP@R")
+        assert actual.mean - actual.half == pytest.approx(low, abs=1e-4)
+        assert actual.mean + actual.half == pytest.approx(high, abs=1e-4)
     headings, cells, notes = table(results)
     assert headings[1:5] == [
         "learning rate",

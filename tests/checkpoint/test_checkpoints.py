@@ -84,7 +84,7 @@ def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, mo
     may_write = threading.Event()
     monkeypatch.setattr(
         "distap.checkpoint.writer.write_tensors",
-        lambda *given: (may_write.wait(60), write_tensors(*given)),
+        lambda *arguments: (may_write.wait(60), write_tensors(*arguments)),
     )
     changing = {"a": torch.zeros(1000, 1000)}
     writer = writer_to(tmp_path)
@@ -135,10 +135,10 @@ def test_a_step_that_is_written_again_can_be_killed_at_every_moment(tmp_path):
         process = context.Process(target=_killed_while_writing, args=(tmp_path, call))
         process.start()
         process.join()
-        found = found_checkpoint(tmp_path).tensors()
+        checkpoint = found_checkpoint(tmp_path).tensors()
         if process.exitcode == 0:
             break
-        assert found.keys() in (before.keys(), {"network.a"})
+        assert checkpoint.keys() in (before.keys(), {"network.a"})
     assert call > 15 and process.exitcode == 0
     save(tmp_path, 3, keep=1, tensors={"network.a": torch.ones(2)})
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1

@@ -42,10 +42,10 @@ def save(checkpoints, spool, *steps, scores=(), tensors=TENSORS, world=None, kee
 
 def newest(checkpoints, spool, world=None):
     """Step, tensors and state of what a run would go on from."""
-    with newest_checkpoint(checkpoints, spool, world or World()) as found:
-        if found is None:
+    with newest_checkpoint(checkpoints, spool, world or World()) as checkpoint:
+        if checkpoint is None:
             return None
-        return found.step, found.tensors(), found.state()
+        return checkpoint.step, checkpoint.tensors(), checkpoint.state()
 
 
 def same(first, second):
@@ -68,10 +68,12 @@ def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
     save(store, tmp_path, 1, 2)
     key = f"{store.storage.base.removeprefix('s3://shards/')}/checkpoints/step-00000002/{file}"
-    kept = get_backend("s3")["123456789012"]["aws"].buckets["shards"].keys[key]  # with its checksum
-    data = bytearray(kept.value)
+    kept_rows = (
+        get_backend("s3")["123456789012"]["aws"].buckets["shards"].keys[key]
+    )  # with its checksum
+    data = bytearray(kept_rows.value)
     data[len(data) // 2] ^= 1
-    kept.value = bytes(data)
+    kept_rows.value = bytes(data)
     assert newest(store, tmp_path)[0] == 1
 
 
@@ -109,7 +111,7 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(
     save(store, tmp_path, 1, 2)
 
     def unreachable(storage, name, path):
-        raise UnreachableError(f"{storage.where(name)}: the network is down")
+        raise UnreachableError("storage.unreachable", f"{storage.where(name)}: the network is down")
 
     monkeypatch.setattr(Storage, "download", unreachable)
     with pytest.raises(UnreachableError, match=r"step-00000002.*the network is down"):
@@ -132,11 +134,11 @@ def test_what_has_no_manifest_is_no_checkpoint_and_the_next_one_removes_it(tmp_p
 
 
 def test_as_many_stay_as_the_recipe_says_and_the_best(tmp_path, store):
-    kept = []
+    kept_names = []
     for step in range(1, 7):
         save(store, tmp_path, step, keep=3, scores=(0.9 if step == 2 else 0.1,))
-        kept.append([int(name[5:]) for name in store.names()])
-    assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4, 5], [2, 4, 5, 6]]
+        kept_names.append([int(name[5:]) for name in store.names()])
+    assert kept_names == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4, 5], [2, 4, 5, 6]]
 
 
 def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_step(tmp_path, store):
@@ -182,12 +184,12 @@ def _two_hosts(world, folder):
         data[300] ^= 8
         files.pipe_file(path, bytes(data))
     world.barrier()
-    found = newest(store, spool, world)
+    checkpoint = newest(store, spool, world)
     # Rank 1's store is elsewhere: half of the checkpoint is missing, and it must not count on
     # either.
     elsewhere = checkpoints_of(f"file://{folder}/store-{world.rank}")
     failed = save(elsewhere, spool, 5, tensors=tensors, world=world)
-    return found[0], failed, elsewhere.names(), list(spool.iterdir())
+    return checkpoint[0], failed, elsewhere.names(), list(spool.iterdir())
 
 
 def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):

@@ -41,27 +41,32 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(
     printed = "".join(capsys.readouterr())
     assert "31 descriptors of 96 dimensions" in printed
     assert f"describing {photos} 31/31  done in" in printed
-    found = read_descriptors(out)
-    assert found.described_by.sizing == "side 40" and found.described_by.scales == (1.0, 0.5)
-    whitening = learned_whitening(found, dimensions=4)
+    descriptors = read_descriptors(out)
+    assert descriptors.described_by.sizing == "side 40" and descriptors.described_by.scales == (
+        1.0,
+        0.5,
+    )
+    whitening = learned_whitening(descriptors, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
     whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
-    expected = whitened_reference(whitening, found.descriptors)
+    expected = whitened_reference(whitening, descriptors.descriptors)
     np.testing.assert_allclose(
         read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02
     )
     cut = (photos, tmp_path / "cut", *keys, "evaluation.dimensions=24")
     assert distap(monkeypatch, "extract", *options, *cut) == 0
-    expected = unit(found.descriptors[:, :24].astype(np.float32))
+    expected = unit(descriptors.descriptors[:, :24].astype(np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "cut").descriptors, expected, atol=0.002)
-    assert found.described_by.antialias
+    assert descriptors.described_by.antialias
     for name, change in (
         ("rough", "evaluation.antialias=false"),
         ("narrow", "evaluation.precision=bf16"),
     ):
         assert distap(monkeypatch, "extract", *options, photos, tmp_path / name, *keys, change) == 0
-        assert not np.array_equal(read_descriptors(tmp_path / name).descriptors, found.descriptors)
+        assert not np.array_equal(
+            read_descriptors(tmp_path / name).descriptors, descriptors.descriptors
+        )
     assert not read_descriptors(tmp_path / "rough").described_by.antialias
     assert '"precision": "bf16"' in (tmp_path / "narrow/about.json").read_text()
 
@@ -111,8 +116,8 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(
         assert "the same command continues" in job.said
         job.wait_until_none_is_left()
     assert not (out / "about.json").exists()
-    parts = {path.name for path in (out / "parts").iterdir()}
-    assert all(name.endswith(".npz") and name[0] != "." for name in parts)
+    chunks = {path.name for path in (out / "parts").iterdir()}
+    assert all(name.endswith(".npz") and name[0] != "." for name in chunks)
     assert distap(monkeypatch, "extract", *options) == 0
-    assert f"{len(parts) * 128} of 3000 images are described already" in capsys.readouterr().err
+    assert f"{len(chunks) * 128} of 3000 images are described already" in capsys.readouterr().err
     assert len(read_descriptors(out)) == 3000 and not (out / "parts").exists()

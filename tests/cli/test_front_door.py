@@ -50,13 +50,13 @@ def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
 
 
 def test_the_version_is_told_without_the_command_on_the_path():
-    told = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-m", "distap.cli", "--version"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout == f"distap {__version__}\n" and not told.stderr
+    assert message.stdout == f"distap {__version__}\n" and not message.stderr
 
 
 def test_figures_go_to_a_file_and_progress_does_not(tmp_path, monkeypatch, capfd, recipe):
@@ -75,13 +75,13 @@ def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, traini
     capfd.readouterr()
     assert distap(monkeypatch, "report", tmp_path / "run", "--json") == 0
     assert json.loads(capfd.readouterr().out)["summary"]["after"]["mAP"] > 0
-    found = tmp_path / "found"
+    actual = tmp_path / "found"
     assert (
-        distap(monkeypatch, "extract", training_shards[0], found, "--checkpoint", tmp_path / "run")
+        distap(monkeypatch, "extract", training_shards[0], actual, "--checkpoint", tmp_path / "run")
         == 0
     )
     capfd.readouterr()
-    assert distap(monkeypatch, "index", found, tmp_path / "index", "--json") == 0
+    assert distap(monkeypatch, "index", actual, tmp_path / "index", "--json") == 0
     indexed = json.loads(capfd.readouterr().out)
     assert indexed["images"] == 54 and indexed["recall"] == 1
 

@@ -62,7 +62,7 @@ def test_any_settings_are_read_or_refused_by_name(section, key, value):
 
 def test_a_wrong_value_of_any_key_is_told_in_the_words_of_a_recipe():
     """Not in those of pydantic and Python, which name classes and types."""
-    told = []
+    message = []
     for key in recipe_keys():
         *sections, last = key.path.replace("NAME", "mine").split(".")
         for value in ("wrong", [1, "x"], {"odd": 1}, -1e9, True):
@@ -76,10 +76,10 @@ def test_a_wrong_value_of_any_key_is_told_in_the_words_of_a_recipe():
             try:
                 load_recipe(recipe)
             except DistapError as error:
-                told += str(error).split("\n")
-    assert len(told) > 1000 and all(line.startswith("recipe: ") for line in told)
+                message += str(error).split("\n")
+    assert len(message) > 1000 and all(line.startswith("recipe: ") for line in message)
     raw = re.compile(r"Input|valid |dictionary|instance of|pattern|pydantic|<class| at 0x|__")
-    assert [line for line in told if raw.search(line)] == []
+    assert [line for line in message if raw.search(line)] == []
 
 
 @quick

@@ -66,9 +66,9 @@ def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
     decode_jpeg = simplejpeg.decode_jpeg
 
     def noted(*arguments, **settings):
-        found = decode_jpeg(*arguments, **settings)
-        shapes.append(found.shape)
-        return found
+        actual = decode_jpeg(*arguments, **settings)
+        shapes.append(actual.shape)
+        return actual
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", noted)
     image = EncodedImage(jpeg(PHOTO, 90))
@@ -90,8 +90,8 @@ def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
             if width // factor and height // factor:
                 box = (0, 0, width // factor * factor, height // factor * factor)
                 expected = pixels(image.convert("RGB"))[: height // factor, : width // factor]
-                found = EncodedImage(data)._decoded(box, (height // factor, width // factor))
-                np.testing.assert_array_equal(found, expected)
+                actual = EncodedImage(data)._decoded(box, (height // factor, width // factor))
+                np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("side", [32, 96])  # decoded at a fourth of its size, and in full
@@ -114,9 +114,9 @@ def test_boxes_are_upright_whatever_the_orientation(orientation, side):
 def test_pillow_scales_a_whole_image_as_torch_does(orientation, file_format):
     image = EncodedImage(encoded(PHOTO, file_format, exif=turned(orientation)))
     width, height = (side // 3 for side in image.size)
-    found = pixels(image.scaled((height, width))).astype(int)
+    actual = pixels(image.scaled((height, width))).astype(int)
     expected = image.crop((0, 0, *image.size), (height, width)).permute(1, 2, 0).numpy()
-    assert np.abs(found - expected).max() <= 1
+    assert np.abs(actual - expected).max() <= 1
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "WEBP", "TIFF", "AVIF", "HEIF"])
@@ -365,7 +365,7 @@ def test_line_ends_may_stand_before_an_image(file_format):
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
 def test_a_cut_image_is_called_truncated(file_format):
     data = encoded(PHOTO, file_format)
-    assert {reason(data[: len(data) * part // 8]) for part in range(1, 8)} == {"truncated"}
+    assert {reason(data[: len(data) * eighths // 8]) for eighths in range(1, 8)} == {"truncated"}
 
 
 def test_memory_that_does_not_suffice_is_no_damage(monkeypatch):

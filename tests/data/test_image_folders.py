@@ -19,18 +19,21 @@ from distap.world import World
 @pytest.fixture
 def folders(tmp_path):
     """Two folders with a sub-folder a class, and their shards."""
-    for part, seed in (("train", 1), ("test", 2)):
+    for split, seed in (("train", 1), ("test", 2)):
         images = write_images(
-            tmp_path / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed
+            tmp_path / split,
+            {f"{split}-{number}": 3 + number % 4 for number in range(12)},
+            40,
+            seed,
         )
-        pack(images, tmp_path / f"{part}-shards", images_per_shard=20)
+        pack(images, tmp_path / f"{split}-shards", images_per_shard=20)
     return tmp_path
 
 
 def test_training_and_evaluation_are_those_of_the_packed_images(folders):
     runs = {}
     for name, before, after in (("packed", "", "-shards"), ("files", "imagefolder:", "/")):
-        train_on, test_on = (f"{before}{folders / part}{after}" for part in ("train", "test"))
+        train_on, test_on = (f"{before}{folders / split}{after}" for split in ("train", "test"))
         changes = {
             "data__validation": test_on,
             "evaluation": {"every": 3},
@@ -40,8 +43,8 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
         runs[name] = folders / name
         train(World(), runs[name], [train_on], **changes)
     assert losses(runs["files"]) == losses(runs["packed"]) and len(losses(runs["files"])) == 3
-    ours, others = (parameters(run) for run in runs.values())
-    assert all(np.array_equal(ours[name], others[name]) for name in others)
+    ours, remaining = (parameters(run) for run in runs.values())
+    assert all(np.array_equal(ours[name], remaining[name]) for name in remaining)
     figures = [
         [line["validation"] for line in read_run_log(run) if "validation" in line]
         for run in runs.values()

@@ -57,8 +57,8 @@ def sample_members(name, label=1, shade=0):
 
 def samples(data):
     """What the strict pass finds: key, label and CRC-32 of each sample."""
-    found = read_samples(io.BytesIO(data), len(data), "x.tar")
-    return [s if isinstance(s, Skipped) else (s.key, s.label, s.crc32) for s in found]
+    samples_read = read_samples(io.BytesIO(data), len(data), "x.tar")
+    return [s if isinstance(s, Skipped) else (s.key, s.label, s.crc32) for s in samples_read]
 
 
 def refusal(data):
@@ -87,7 +87,7 @@ def sound_archives(tmp_path):
                 )
         written[name] = path.read_bytes()
     for kind, prefix in itertools.product(FORMATS, ("", LONG)):
-        members = [part for n in range(8) for part in sample_members(f"{prefix}{n}", n, 30 * n)]
+        members = [member for n in range(8) for member in sample_members(f"{prefix}{n}", n, 30 * n)]
         written[f"{kind}, {len(prefix)}"] = archive(members, kind)
     return written
 
@@ -114,11 +114,11 @@ def headers(data):
 
 def test_every_writer_s_shards_are_read_whole(sound):
     for name, data in sound.items():
-        found = samples(data)
-        assert [label for _, label, _ in found] == (
+        actual = samples(data)
+        assert [label for _, label, _ in actual] == (
             [n % 3 for n in range(8)] if name == "ours" else list(range(8))
         ), name
-        assert [crc for _, _, crc in found] == [zlib.crc32(png(30 * n)) for n in range(8)], name
+        assert [crc for _, _, crc in actual] == [zlib.crc32(png(30 * n)) for n in range(8)], name
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
@@ -254,8 +254,8 @@ def test_a_compressed_shard_is_told_from_a_damaged_one(packed, remedy, tmp_path)
 
 def test_what_macos_and_other_systems_add_to_a_tar_is_passed_over():
     mac = [member(f"./._a.{field}", b"\0\5\x16\7 attributes") for field in ("cls", "png")]
-    own = [member("./a.CLS", b"3"), member("./a.PNG", png())]
-    mixed = [part for pair in zip(mac, own, strict=True) for part in pair]
+    members = [member("./a.CLS", b"3"), member("./a.PNG", png())]
+    mixed = [entry for pair in zip(mac, members, strict=True) for entry in pair]
     assert samples(archive(mixed)) == [("./a", 3, zlib.crc32(png()))]
     assert "key './' needs one image member; it has ._a.png" in refusal(
         archive([member("./._a.png", png())])
@@ -264,9 +264,9 @@ def test_what_macos_and_other_systems_add_to_a_tar_is_passed_over():
 
 @pytest.mark.parametrize("word", ["-1", "nan", "None", ""])
 def test_an_image_without_a_class_is_left_out(word):
-    found = samples(archive([*sample_members("a", word), *sample_members("b")]))
-    assert [one[0] for one in found] == ["a", "b"]
-    assert found[0] == Skipped("a", f"images without a class: its .cls is {word!r}")
+    actual = samples(archive([*sample_members("a", word), *sample_members("b")]))
+    assert [item[0] for item in actual] == ["a", "b"]
+    assert actual[0] == Skipped("a", f"images without a class: its .cls is {word!r}")
 
 
 @pytest.mark.parametrize("key", ["a\n2026-11-25 ERROR forged", "a\x1b[2J", "a" * 5000, "é" * 2049])
@@ -276,12 +276,12 @@ def test_a_key_that_is_no_line_of_text_is_refused_by_its_beginning(key):
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in members:
             tar.addfile(member(name, data)[0], io.BytesIO(data))
-    told = refusal(buffer.getvalue())
+    message = refusal(buffer.getvalue())
     assert (
         f"key {key[:60]!r} of {len(key):,} letters is not one line of text of at most 4,096 bytes"
-        in told
+        in message
     )
-    assert len(told) < 400 and "\n" not in told
+    assert len(message) < 400 and "\n" not in message
 
 
 def test_a_header_of_endless_length_is_refused_before_it_is_read():
@@ -405,8 +405,8 @@ def test_patterns_in_one_folder_have_an_index_each(shards):
 
 
 def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
-    for part in "ab":
-        (tmp_path / "parts" / part).mkdir(parents=True)
+    for letter in "ab":
+        (tmp_path / "parts" / letter).mkdir(parents=True)
     shutil.copy(shards / "000000.tar", tmp_path / "parts" / "a" / "0.tar")
     shutil.copy(shards / "000002.tar", tmp_path / "parts" / "b" / "0.tar")
     source = f"{tmp_path}/parts/{{a,b}}/*.tar"

@@ -160,8 +160,8 @@ print(share.images(slice(0, 6)).shape)
 def test_workers_need_neither_shared_memory_nor_a_short_path_for_sockets(shards, tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    said = output_of(Program(("-c", NO_SHARED_MEMORY, str(shards))), tmp_path, TMPDIR=str(folder))
-    assert said.startswith("torch.Size([6, 3, ")
+    output = output_of(Program(("-c", NO_SHARED_MEMORY, str(shards))), tmp_path, TMPDIR=str(folder))
+    assert output.startswith("torch.Size([6, 3, ")
 
 
 def test_an_array_is_valid_until_the_next_is_asked_for_and_grows():

@@ -125,8 +125,8 @@ def test_labels_are_read_once_and_not_at_all_where_an_attribute_agrees_with_the_
     data = Items(items)
     shown = []
 
-    def track(rows, told, total):
-        shown.append((told, total))
+    def track(rows, message, total):
+        shown.append((message, total))
         return rows
 
     source = source_of(data, track)

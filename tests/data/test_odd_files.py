@@ -32,10 +32,10 @@ def header_of(width: int, height: int) -> bytes:
     """A PNG that says that it is so large."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IEND", b""))
     whole = ((len(data), tag + data) for tag, data in chunks)
-    parts = (
+    fields = (
         struct.pack(">I", size) + data + struct.pack(">I", zlib.crc32(data)) for size, data in whole
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(fields)
 
 
 @pytest.fixture
@@ -108,11 +108,11 @@ def drawer(tmp_path):
 
 def files_below(folder: Path) -> set[str]:
     """Every file, and every link, by its path within the folder."""
-    found = set()
+    results = set()
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
-        found |= {str(Path(parent, name).relative_to(folder)) for name in (*names, *links)}
-    return found
+        results |= {str(Path(parent, name).relative_to(folder)) for name in (*names, *links)}
+    return results
 
 
 def escaped(name: str) -> str:
@@ -122,17 +122,19 @@ def escaped(name: str) -> str:
 def test_each_file_of_the_drawer_is_packed_or_told(drawer, tmp_path):
     folder, fates = drawer
     index, left_out = pack(folder, tmp_path / "shards")
-    told = {str(Path(name).relative_to(folder)): reason for name, reason in left_out}
-    assert told.pop("empty") == "class folders without an image"
-    assert len(left_out) == len(told) + 1
+    message = {str(Path(name).relative_to(folder)): reason for name, reason in left_out}
+    assert message.pop("empty") == "class folders without an image"
+    assert len(left_out) == len(message) + 1
     wrong = {
-        name: reason for name, reason in told.items() if not reason.startswith(fates.get(name, "-"))
+        name: reason
+        for name, reason in message.items()
+        if not reason.startswith(fates.get(name, "-"))
     }
     assert not wrong
     assert set(index.path.tolist()) == {
         escaped(name) for name, fate in fates.items() if fate == PACKED
     }
-    assert len(index) + len(told) == len(fates)
+    assert len(index) + len(message) == len(fates)
     assert files_below(folder) == set(fates)
     assert index.class_name.tolist() == ["cat", "dog"]
 
@@ -146,27 +148,27 @@ def test_every_reason_is_printed_with_a_number_and_an_example(
     monkeypatch.setenv("COLUMNS", "400")
     assert distap(monkeypatch, "data", "pack", folder, output, "--left-out", table) == 0
     printed = "".join(capsys.readouterr())
-    told = re.findall(r"left out: ([\d,]+) (.+) \((.+)\)$", printed, re.MULTILINE)
+    message = re.findall(r"left out: ([\d,]+) (.+) \((.+)\)$", printed, re.MULTILINE)
     # The count of files that are packed or told is that of all files; an empty class is told as
     # well.
     packed = int(re.search(r"([\d,]+) images of 2 classes", printed)[1])
-    assert packed + sum(int(count) for count, *_ in told) == len(fates) + 1
+    assert packed + sum(int(count) for count, *_ in message) == len(fates) + 1
     for reason in {fate for fate in fates.values() if fate != PACKED}:
-        assert any(each.startswith(reason) for _, each, _ in told), reason
+        assert any(item.startswith(reason) for _, item, _ in message), reason
     assert "no image is left of 1 classes: ghost" in printed
     alike = re.search(
         r"2 images are in two classes, by size and CRC-32, such as cat/(.+) and dog/(.+)", printed
     )
     assert alike.groups() in (("кот 0.jpg", "the same.jpg"), ("cmyk.jpg", "again.jpg"))
-    assert len(table.read_text().splitlines()) == 1 + sum(int(count) for count, *_ in told)
+    assert len(table.read_text().splitlines()) == 1 + sum(int(count) for count, *_ in message)
 
 
 def test_a_folder_that_is_not_packed_tells_what_it_leaves_out(drawer, monkeypatch, capsys, caplog):
     folder, fates = drawer
-    every = set(map(escaped, files_below(folder)))
+    all_names = set(map(escaped, files_below(folder)))
     for index in (load_index(f"imagefolder:{folder}"), open_images(folder).index):
         named = {name for name, _ in index.left_out} - {"empty"}
-        assert named | set(index.path.tolist()) == every
+        assert named | set(index.path.tolist()) == all_names
         assert len(named) + len(index) == len(fates)
     indexed_images(f"imagefolder:{folder}")
     assert "left out: 2 hidden files" in caplog.text
@@ -185,8 +187,8 @@ def test_a_name_cannot_command_the_terminal_that_shows_it(tmp_path, monkeypatch,
         shard.write_bytes(shard.read_bytes().replace(b"IDAT", b"IDAX"))
     assert distap(monkeypatch, "data", "check", tmp_path / "shards") == 1
     distap(monkeypatch, "data", "stats", tmp_path / "shards")
-    said = "".join(capsys.readouterr())
-    assert r"\x1b]0;mine\x07\x1b[2J" in said and "\x1b" not in said and "\x07" not in said
+    output = "".join(capsys.readouterr())
+    assert r"\x1b]0;mine\x07\x1b[2J" in output and "\x1b" not in output and "\x07" not in output
 
 
 def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
@@ -205,14 +207,14 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
     try:
         if user == 0:
             os.seteuid(NOBODY)
-        found = dict(open_images(folder).index.left_out)
+        actual = dict(open_images(folder).index.left_out)
         with pytest.raises(
             DistapError, match=r"locked: [\s\S]* 1 folders that cannot be read: Permission denied"
         ):
             list_images(folder / "locked")
     finally:
         os.seteuid(user)
-    assert found == {
+    assert actual == {
         "locked": "folders that cannot be read: Permission denied",
         "listed/a": "files that cannot be read: Permission denied",
         "listed/b.png": "files that cannot be read: Permission denied",

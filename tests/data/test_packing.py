@@ -23,15 +23,15 @@ def contents(folder):
 
 def keys_and_files(folder):
     """What plain tarfile finds in the shards: (key, class number, image bytes)."""
-    found = []
+    results = []
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:
             files = {member.name: tar.extractfile(member).read() for member in tar}
         for name, data in files.items():
             if not name.endswith(".cls"):
                 key = name.partition(".")[0]
-                found.append((key, int(files[f"{key}.cls"]), data))
-    return found
+                results.append((key, int(files[f"{key}.cls"]), data))
+    return results
 
 
 def test_packing_keeps_every_image_and_its_class(shards, image_folder):
@@ -237,11 +237,13 @@ def test_an_option_that_is_for_another_source_is_refused(
     tmp_path, image_folder, monkeypatch, capfd
 ):
     (image_folder / "list.csv").write_text(f"{HEADING}apple/0.png,1\n")
-    for given in (
+    for arguments in (
         (image_folder, "--columns", "label=a"),
         (image_folder / "list.csv", "--nested", "top"),
     ):
-        assert distap(monkeypatch, "data", "pack", given[0], tmp_path / "out", *given[1:]) == 2
+        assert (
+            distap(monkeypatch, "data", "pack", arguments[0], tmp_path / "out", *arguments[1:]) == 2
+        )
         assert "--columns is for lists, --nested for folders" in capfd.readouterr().err
 
 
@@ -263,11 +265,11 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
     table.write_text("\n".join(";".join(row) for row in (NAMES, *ROWS)) + "\n")
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
     assert "1 listed images that are not there" in capfd.readouterr().err
-    found = {
+    actual = {
         folder.name: load_index(folder).path.tolist()
         for folder in sorted((tmp_path / "out").iterdir())
     }
-    assert found == {
+    assert actual == {
         "test-gallery": ["bear/1.png", "bear/2.png"],
         "test-query": ["bear/0.png"],
         "train": ["apple/0.png", "apple/1.png"],
@@ -295,8 +297,8 @@ def test_a_list_s_own_names_of_columns_are_given(
         == 2
     )
     assert (
-        "no column path or filename" not in (told := capfd.readouterr().err)
-        and "no column brand" in told
+        "no column path or filename" not in (message := capfd.readouterr().err)
+        and "no column brand" in message
     )
     assert (
         distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "sku=label")
@@ -330,8 +332,8 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
     (image_folder / "apple" / "4.jpg").write_bytes(photograph + bytes(1000))
     (image_folder / "apple" / "5.jpg").write_bytes(photograph[:-20])
     index, skipped = pack(image_folder, tmp_path / "headers")
-    found = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
-    assert found == [("0.png", "decode_error"), ("1.png", "truncated"), ("5.jpg", "truncated")]
+    actual = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
+    assert actual == [("0.png", "decode_error"), ("1.png", "truncated"), ("5.jpg", "truncated")]
     assert len(index) == 9
     assert [damage.name for damage in check(tmp_path / "headers")[1]] == ["000000.tar:apple/2.png"]
 

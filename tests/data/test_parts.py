@@ -19,19 +19,19 @@ def test_two_parts_hold_all_images_and_share_no_class(tmp_path, kind):
     place = f"imagefolder:{photos}" if kind == "imagefolder" else str(tmp_path / "shards")
     if kind == "shards":
         pack(photos, tmp_path / "shards")
-    whole, first, second = (load_index(place + part) for part in ("", "[:0.7]", "[0.7:]"))
+    whole, first, second = (load_index(place + share) for share in ("", "[:0.7]", "[0.7:]"))
     assert (first.classes.count, second.classes.count) == (7, 3)
     assert {*first.class_name} | {*second.class_name} == {*whole.class_name}
     assert sorted([*first.names, *second.names]) == sorted(whole.names)
     assert len({whole.fingerprint, first.fingerprint, second.fingerprint}) == 3
     images = open_images(place)
-    others = open_images(f"{place}[0.7:]")
+    remaining = open_images(f"{place}[0.7:]")
     numbers = {key: number for number, key in enumerate(images.keys)}
-    for sample, (key, name) in enumerate(zip(others.keys, others.classes, strict=True)):
+    for sample, (key, name) in enumerate(zip(remaining.keys, remaining.classes, strict=True)):
         assert images.classes[numbers[key]] == name
-        assert others.encoded(sample).size == (24, 24)
-        assert others.where(sample) == images.where(numbers[key])
-        assert others.encoded(sample).whole() == images.encoded(numbers[key]).whole()
+        assert remaining.encoded(sample).size == (24, 24)
+        assert remaining.where(sample) == images.where(numbers[key])
+        assert remaining.encoded(sample).whole() == images.encoded(numbers[key]).whole()
 
 
 def test_a_part_of_a_part():

@@ -57,8 +57,8 @@ def global_batches(folder, ranks, way, workers):
     for rank in range(ranks):
         slots = World(rank, ranks).slots(BATCH)
         for share in shares_of(folder, World(rank, ranks), way, workers):
-            for slot, what in zip(slots, seen(share, len(slots)), strict=True):
-                batches[share.step][slot] = what
+            for slot, item in zip(slots, seen(share, len(slots)), strict=True):
+                batches[share.step][slot] = item
     return batches
 
 
@@ -95,7 +95,7 @@ def test_the_batches_have_stand_ins_and_images_that_nothing_stands_in_for(spoilt
                 replaced.append((step, label))
     assert missing
     # Several of one class in one step, whose slots lie on different ranks.
-    assert any(replaced.count(what) > 1 for what in replaced)
+    assert any(replaced.count(item) > 1 for item in replaced)
     for batch in expected:
         used = [sample for sample, _, _ in batch if sample != NO_SAMPLE]
         assert len(set(used)) == len(used)
@@ -115,8 +115,8 @@ def test_rows_may_be_asked_for_in_other_numbers_than_they_were_read(spoilt, expe
     replayed = [slice(0, 4), slice(4, 5), torch.tensor([6, 7, 9])]
     for share, batch in zip(shares_of(spoilt, World(), way), expected, strict=True):
         for start, stop in described:
-            found = [digest(image) for image in share.images(slice(start, stop))]
-            assert found == [first for _, first, _ in batch[start:stop]]
+            actual = [digest(image) for image in share.images(slice(start, stop))]
+            assert actual == [first for _, first, _ in batch[start:stop]]
         for rows in replayed:
             numbers = range(BATCH)[rows] if isinstance(rows, slice) else rows.tolist()
             assert [digest(image) for image in share.images(rows)] == [
@@ -151,8 +151,8 @@ def test_gradients_are_the_same_bit_for_bit_wherever_pixels_wait(spoilt, ranks):
     answers = (
         on_ranks(ranks, all_gradients, spoilt) if ranks > 1 else [all_gradients(World(), spoilt)]
     )
-    for in_memory, (found, moved) in answers:
-        assert found == in_memory[0]
+    for in_memory, (actual, moved) in answers:
+        assert actual == in_memory[0]
         assert all(torch.equal(a, b) for a, b in zip(moved, in_memory[1], strict=True))
 
 

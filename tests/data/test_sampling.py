@@ -38,11 +38,11 @@ def plans_by_classes(draw):
 
 def even_shares(sizes, total):
     """One image at a time to the class that has been given fewest, while it has any left."""
-    given = [0] * len(sizes)
+    inputs = [0] * len(sizes)
     for _ in range(total):
-        label = min((c for c in range(len(sizes)) if given[c] < sizes[c]), key=lambda c: given[c])
-        given[label] += 1
-    return sorted(given)
+        label = min((c for c in range(len(sizes)) if inputs[c] < sizes[c]), key=lambda c: inputs[c])
+        inputs[label] += 1
+    return sorted(inputs)
 
 
 @settings(deadline=None)
@@ -103,20 +103,20 @@ def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_t
     taken = np.bincount(plan.classes.labels[batch], minlength=plan.classes.count)
     assert taken.max() <= plan.sampling.images
     assert not taken[plan.classes.sizes == 1].any()
-    least = plan.sampling.classes // 2 * plan.sampling.images
+    smallest = plan.sampling.classes // 2 * plan.sampling.images
     for name, count in counts.items():
-        given = plan.classes.available(plan.classes.by_group[name], plan.sampling.images)
-        assert count >= min(least, given)
+        inputs = plan.classes.available(plan.classes.by_group[name], plan.sampling.images)
+        assert count >= min(smallest, inputs)
 
 
 @settings(deadline=None)
 @given(plan=plans_within_pairs())
 def test_an_epoch_of_pairs_has_each_pair_that_can_fill_a_batch_once(plan):
-    given = [
+    inputs = [
         plan.classes.available(members, plan.sampling.images)
         for members in plan.classes.by_group.values()
     ]
-    steps = sum(one + other >= plan.sampling.size for one, other in combinations(given, 2))
+    steps = sum(item + other >= plan.sampling.size for item, other in combinations(inputs, 2))
     for epoch in range(2):
         pairs = {
             frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)
@@ -171,12 +171,12 @@ def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampl
     for step in range(10):
         batch = plan.batch(step)
         offered = [plan.stand_ins(step, slot).tolist() for slot in range(24)]
-        everything = [sample for some in offered for sample in some]
+        everything = [sample for group in offered for sample in group]
         assert len(everything) == len(set(everything))
         assert not set(everything) & set(batch.tolist())
-        for slot, some in enumerate(offered):
+        for slot, group in enumerate(offered):
             assert all(
-                plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in some
+                plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in group
             )
 
 
@@ -249,8 +249,8 @@ def test_elements_have_their_turn_once_a_round_and_not_again_within_the_longest(
         )
         takes[0] = max(takes[0], 1)
         drawn = in_turn(counts, starts, takes, longest, key=(1, seed), numbers=numbers)
-        for elements, part in zip(seen, np.split(drawn, np.cumsum(takes)[:-1]), strict=True):
-            elements.extend(part.tolist())
+        for elements, drawn_part in zip(seen, np.split(drawn, np.cumsum(takes)[:-1]), strict=True):
+            elements.extend(drawn_part.tolist())
         starts = starts + takes
     for count, elements in zip(counts.tolist(), seen, strict=True):
         for start in range(0, len(elements) - count + 1, count):
@@ -429,8 +429,8 @@ labels = st.lists(st.integers(0, 4), min_size=4, max_size=8).map(
 @given(labels, st.integers(2, 5))
 def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
     classes = Classes(label)
-    most = classes.most(images)
-    if most:
-        PByKSampling(classes=most, images=images).check(classes)
+    limit = classes.most(images)
+    if limit:
+        PByKSampling(classes=limit, images=images).check(classes)
     with pytest.raises(DistapError):
-        PByKSampling(classes=most + 1, images=images).check(classes)
+        PByKSampling(classes=limit + 1, images=images).check(classes)

@@ -29,10 +29,10 @@ def test_no_image_is_twice_in_a_batch_and_each_is_drawn_about_as_often(spoilt, r
     batches = [[] for _ in range(20)]
     for rank in range(ranks):
         world = World(rank, ranks)
-        mine = seen(
+        own_values = seen(
             streamed(spoilt, world, workers=workers), range(steps), len(world.slots(SAMPLING.size))
         )
-        for batch, rows in zip(batches, mine, strict=True):
+        for batch, rows in zip(batches, own_values, strict=True):
             batch += [name for name, _, _ in rows]
     assert all(len(set(batch)) == SAMPLING.size for batch in batches)
     drawn = Counter(name for batch in batches for name in batch)
@@ -114,11 +114,11 @@ def test_folders_that_number_their_classes_apart_are_refused_as_by_the_index(tmp
         (tmp_path / name / "classes.txt").write_text(
             "".join(f"{name} {number}\n" for number in range(5))
         )
-    said = rf"{tmp_path}/birds/classes\.txt numbers the classes of its folder alone"
+    output = rf"{tmp_path}/birds/classes\.txt numbers the classes of its folder alone"
     for pattern in ("*/*.tar", "{birds,cars}/{000..001}.tar"):
-        with pytest.raises(DistapError, match=said):
+        with pytest.raises(DistapError, match=output):
             streamed(f"{tmp_path}/{pattern}")
-        with pytest.raises(DistapError, match=said):
+        with pytest.raises(DistapError, match=output):
             index_shards(f"{tmp_path}/{pattern}")
     (tmp_path / "classes.txt").write_text("".join(f"class {number}\n" for number in range(5)))
     assert streamed(f"{tmp_path}/*/*.tar").size == SAMPLING.size

@@ -55,8 +55,8 @@ def test_without_variation_training_sees_what_evaluation_sees():
 
 def test_a_flip_mirrors_the_crop():
     image = as_png(PHOTO)
-    kept, flipped = (CropFlipColour(crop=1, flip=flip).transform(40)(image) for flip in (0, 1))
-    assert torch.equal(kept.flip(2), flipped)
+    kept_rows, flipped = (CropFlipColour(crop=1, flip=flip).transform(40)(image) for flip in (0, 1))
+    assert torch.equal(kept_rows.flip(2), flipped)
     assert CropFlipColour(grey=1).transform(40)(image).float().std(0).max() == 0
 
 

@@ -138,8 +138,8 @@ def test_a_file_that_is_there_in_both_forms_is_found_by_its_own_bytes(tmp_path):
 def test_queries_find_the_images_of_their_class_in_a_gallery_of_the_other_form(folders, tmp_path):
     queries, gallery = (packed(folders, name, tmp_path) for name in ("decomposed", "composed"))
     opened = open_set(str(queries), gallery=str(gallery))
-    found = opened.describe(Describing(describer(), World(), workers=0)).evaluate()
-    assert (found.queries, found.left_out) == (8, 0)
+    evaluation = opened.describe(Describing(describer(), World(), workers=0)).evaluate()
+    assert (evaluation.queries, evaluation.left_out) == (8, 0)
     extract(queries, tmp_path / "descriptors", maker=describer())
     assert set(read_descriptors(tmp_path / "descriptors").classes.tolist()) == set(NAMES)
 
@@ -163,13 +163,13 @@ def test_a_truth_names_images_in_either_form(folders, tmp_path, written, there):
 def test_names_that_differ_in_their_form_alone_stay_two_images_in_a_truth():
     names = of_form("NFC", ("é",)) + of_form("NFD", ("é",)) + ["a"]
     rows = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    found = {
+    actual = {
         name: distap.evaluate(
             rows, truth={"queries": [{"name": "a", "positives": [name]}]}, names=names
         )["mAP"]
         for name in names[:2]
     }
-    assert list(found.values()) == [1.0, 0.5]
+    assert list(actual.values()) == [1.0, 0.5]
 
 
 def test_two_queries_of_one_image_are_refused():
@@ -182,11 +182,16 @@ def test_two_queries_of_one_image_are_refused():
 def test_labels_and_domains_in_two_forms_are_the_same():
     labels = [*of_form("NFC", NAMES[:2]), *of_form("NFD", NAMES[:2])]
     rows = np.eye(4)
-    found = distap.evaluate(
+    evaluation = distap.evaluate(
         rows, labels, domains=["é", "è", *of_form("NFD", ("é", "è"))], figures=["R@1"]
     )
-    assert found["queries"] == 4
-    assert {name for name in found if name.endswith("R@1")} == {"R@1", "é R@1", "è R@1", "mean R@1"}
+    assert evaluation["queries"] == 4
+    assert {name for name in evaluation if name.endswith("R@1")} == {
+        "R@1",
+        "é R@1",
+        "è R@1",
+        "mean R@1",
+    }
 
 
 def test_a_search_finds_a_key_by_either_form():

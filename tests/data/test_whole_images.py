@@ -94,10 +94,10 @@ def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
     seen = EncodedImage(turned(PHOTO, orientation))
     plain = EncodedImage(encoded(seen.whole()))
     sizing = Sizing.parse(sizing)
-    found = sizing(seen)
+    actual = sizing(seen)
     expected = sizing(plain)
-    assert found.shape == expected.shape == (3, *sizing.shape(*seen.size))
-    assert (found.int() - expected.int()).abs().max() <= 1
+    assert actual.shape == expected.shape == (3, *sizing.shape(*seen.size))
+    assert (actual.int() - expected.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("sizing", ["original", "side 31", "crop 31"])
@@ -105,8 +105,8 @@ def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
 def test_a_box_counts_as_if_it_were_the_image(sizing, form):
     sizing = Sizing.parse(sizing)
     image = EncodedImage(encoded(PHOTO, form))
-    found = sizing(image, (10, 4, 70, 64))
-    assert torch.equal(found, sizing(EncodedImage(encoded(image.whole().crop((10, 4, 70, 64))))))
+    actual = sizing(image, (10, 4, 70, 64))
+    assert torch.equal(actual, sizing(EncodedImage(encoded(image.whole().crop((10, 4, 70, 64))))))
 
 
 def test_a_box_is_cut_to_the_image_and_one_beside_it_is_refused():

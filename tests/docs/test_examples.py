@@ -31,8 +31,8 @@ EXAMPLES = ROOT / "docs/examples"
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
-    for part, seed in (("train", 1), ("test", 2)):
-        write_images(folder / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed)
+    for split, seed in (("train", 1), ("test", 2)):
+        write_images(folder / split, {f"{split}-{number}": 6 for number in range(12)}, 48, seed)
     return folder
 
 
@@ -141,10 +141,10 @@ def test_the_notebook_finds_more_after_training(tmp_path):
         assert all(float(after) > 1.2 * float(before) for _, before, after in figures)
     assert (EXAMPLES / "search_your_images.ipynb").stat().st_size < 300_000
     warnings = [
-        each
+        element
         for cell in stored.cells
-        for each in cell.get("outputs", [])
-        if each.get("name") == "stderr"
+        for element in cell.get("outputs", [])
+        if element.get("name") == "stderr"
     ]
     assert warnings == []  # they would name paths of the machine that ran it
 
@@ -180,11 +180,11 @@ def test_each_block_of_python_in_readme_and_guides_runs_by_itself(
         ("docs/guides/losses.md", 1),
         ("docs/guides/own-loss.md", 2),
     ):
-        found = re.findall(
+        matches = re.findall(
             r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE
         )
-        assert len(found) == count, document
-        blocks += found
+        assert len(matches) == count, document
+        blocks += matches
     Trainer(
         prepare(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()), World()
     ).train()

@@ -74,7 +74,7 @@ def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
         row for row, count in Counter((name, key) for name, key, _ in rows).items() if count > 1
     ]
     for name in NAMES:
-        assert {key: value for of, key, value in rows if of == name} == values_of(name)
+        assert {key: value for recipe, key, value in rows if recipe == name} == values_of(name)
 
 
 def test_the_recipes_that_choose_names_have_its_losses_backbones_batches_and_memory():
@@ -123,4 +123,4 @@ def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     ]
     for place in named:
         data, split = re.sub(r"^(data|described:[\w-]+)/", "", place).split("/")
-        assert data == head["data"] and split in {each.name for each in DATASETS[data].splits}
+        assert data == head["data"] and split in {item.name for item in DATASETS[data].splits}

@@ -31,26 +31,31 @@ def test_a_published_table_and_drawing_are_those_of_the_trainings(file, pages, t
 
 
 def test_the_table_of_approximations_is_that_of_its_figures():
-    found = {}
+    results = {}
     for line in (ROOT / "docs" / "studies" / "approximations.jsonl").read_text().splitlines():
-        each = json.loads(line)
-        if "method" in each:
-            of = found.setdefault(
-                (f"{each['loss']}, {each['network']}", str(each["batch"]), each["method"]), []
+        element = json.loads(line)
+        if "method" in element:
+            figures = results.setdefault(
+                (
+                    f"{element['loss']}, {element['network']}",
+                    str(element["batch"]),
+                    element["method"],
+                ),
+                [],
             )
-            of.append((each["cosine"], each["other"]))
+            figures.append((element["cosine"], element["other"]))
     page = (ROOT / "docs/results/approximations.md").read_text()
     rows = re.findall(r"^\| (\w+, (?:start|trained)) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
     assert len(rows) == 9
-    for name, batch, rest in rows:
-        cells = [cell.strip() for cell in rest.split("|")]
-        exact = fmean(other for _, other in found[name, batch, "exact"])
+    for name, batch, arguments in rows:
+        cells = [cell.strip() for cell in arguments.split("|")]
+        exact = fmean(other for _, other in results[name, batch, "exact"])
         for small, to_exact, to_another in (("32", *cells[:2]), ("256", *cells[2:])):
             if to_exact:
-                cosines, others = zip(*found[name, batch, f"mean of B = {small}"], strict=True)
+                cosines, remaining = zip(*results[name, batch, f"mean of B = {small}"], strict=True)
                 shown = [
                     float(number) for number in re.findall(r"\d\.\d+", f"{to_exact} {to_another}")
                 ]
                 assert shown == pytest.approx(
-                    [fmean(cosines), stdev(cosines), fmean(others), exact], abs=0.0051
+                    [fmean(cosines), stdev(cosines), fmean(remaining), exact], abs=0.0051
                 )

@@ -44,15 +44,15 @@ def families(tmp_path_factory, saved):
     """What came of a family of engines on each rank; a family is started when it is first asked
     for.
     """
-    found = {}
+    answer = {}
 
     def answers(exact):
-        if exact not in found:
+        if exact not in answer:
             names = [name for name in ENGINES if is_exact(name) == exact]
-            found[exact] = on_ranks(
+            answer[exact] = on_ranks(
                 checks.RANKS, checks.everything, names, tmp_path_factory.mktemp("ranks"), saved
             )
-        return found[exact]
+        return answer[exact]
 
     return answers
 
@@ -62,7 +62,7 @@ def on_two_ranks(families):
     def answers(check, name):
         if not is_exact(name):
             pytest.importorskip("deepspeed")
-        return [found[check, name] for found in families(is_exact(name))]
+        return [answer[check, name] for answer in families(is_exact(name))]
 
     return answers
 
@@ -83,7 +83,7 @@ def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(
     optimizer.step()
     exactness = {"rtol": 1e-9, "atol": 1e-12} if is_exact(name) else {"rtol": 1e-4, "atol": 1e-6}
     assert norm > 1e-2
-    for moved, same_norm in (found[clip_norm] for found in on_two_ranks("moved", name)):
+    for moved, same_norm in (answer[clip_norm] for answer in on_two_ranks("moved", name)):
         assert same_norm == pytest.approx(norm, rel=1e-9 if is_exact(name) else 1e-5)
         for key, parameter in network.named_parameters():
             expected = (before[key] - parameter).detach()
@@ -137,9 +137,11 @@ def test_ranks_gather_parameters_and_reduce_gradients_once_a_step(
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_step_that_was_given_up_or_failed_on_one_rank_leaves_nothing_behind(on_two_ranks, name):
-    for first, *others in on_two_ranks("without damage", name):
-        assert others == pytest.approx([first] * len(others), rel=1e-9 if is_exact(name) else 1e-6)
-        assert len(others) == (2 if name in ("zero 3", "fsdp") else 3)
+    for first, *remaining in on_two_ranks("without damage", name):
+        assert remaining == pytest.approx(
+            [first] * len(remaining), rel=1e-9 if is_exact(name) else 1e-6
+        )
+        assert len(remaining) == (2 if name in ("zero 3", "fsdp") else 3)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -201,7 +203,7 @@ def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collec
         assert difference < (1e-12 if is_exact(name) else 1e-6)
         assert 0 < norm < float("inf")
         assert not stays  # or the process group could not end
-    assert [found["threads"] for found in families(is_exact(name))] == [["MainThread"]] * 2
+    assert [answer["threads"] for answer in families(is_exact(name))] == [["MainThread"]] * 2
 
 
 def test_fsdp_on_one_rank_shares_nothing_out():
@@ -217,8 +219,8 @@ def test_deepspeed_needs_no_process_group_for_a_lone_process(caplog):
     pytest.importorskip("deepspeed")
     engine = checks.engine_of(World(), "zero 2")
     checks.three_stages(World(), engine)
-    told = ('"gradient_clipping": 0.0', '"overlap_comm": false', '"contiguous_gradients": true')
-    assert all(text in caplog.text for text in told)
+    message = ('"gradient_clipping": 0.0', '"overlap_comm": false', '"contiguous_gradients": true')
+    assert all(text in caplog.text for text in message)
     del engine
     gc.collect()
     assert not torch.distributed.is_initialized()

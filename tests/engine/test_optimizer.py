@@ -22,15 +22,15 @@ def of_torch(steps, warmup, build):
     """Rates of a whole run by torch: a linear warm-up, then the scheduler that `build` returns."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     whole = build(optimizer)
-    found = []
+    results = []
     if warmup:
         rising = lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup)
         whole = lr_scheduler.SequentialLR(optimizer, [rising, whole], [warmup])
     for _ in range(steps):
-        found += whole.get_last_lr()
+        results += whole.get_last_lr()
         optimizer.step()
         whole.step()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -112,25 +112,25 @@ def by_parameter(groups, network, factor="lr_scale"):
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_layers_learn_at_rates_that_decay_and_biases_norms_and_tokens_keep_their_weight(name):
     network = timm.create_model(name, num_classes=0)
-    parts = {"backbone": (network, GroupSettings(weight_decay=0.1))}
+    modules = {"backbone": (network, GroupSettings(weight_decay=0.1))}
     keeps = getattr(network, "no_weight_decay", set)()
     same = {"no_weight_decay_list": keeps}
-    ours = parameter_groups(parts)
+    ours = parameter_groups(modules)
     theirs = param_groups_weight_decay(network, 0.1, **same)
     assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
-    ours = parameter_groups(parts, 0.6)
+    ours = parameter_groups(modules, 0.6)
     theirs = param_groups_layer_decay(network, 0.1, layer_decay=0.6, **same)
     assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
-    found = by_parameter(ours, network, "factor")
-    assert len({str(factor) for factor, _ in found.values()}) > 4
+    actual = by_parameter(ours, network, "factor")
+    assert len({str(factor) for factor, _ in actual.values()}) > 4
     for parameter, tensor in network.named_parameters():
-        assert found[parameter][1] == (0.1 if tensor.ndim > 1 and parameter not in keeps else 0.0)
+        assert actual[parameter][1] == (0.1 if tensor.ndim > 1 and parameter not in keeps else 0.0)
 
 
 def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself():
     power = nn.Module()
     power.register_parameter("power", nn.Parameter(torch.tensor(3.0)))
-    parts = {
+    modules = {
         "backbone": (
             nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
             GroupSettings(factor=0.5, weight_decay=0.1),
@@ -139,12 +139,12 @@ def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself()
         "pooling": (power, GroupSettings(factor=10.0, weight_decay=0.1)),
         "head": (nn.Identity(), GroupSettings()),
     }
-    optimizer = TimmOptimizer("adamw").build(parameter_groups(parts))
-    found = {
+    optimizer = TimmOptimizer("adamw").build(parameter_groups(modules))
+    actual = {
         (g["part"], g["factor"], g["weight_decay"], len(g["params"]))
         for g in optimizer.param_groups
     }
-    assert found == {
+    assert actual == {
         ("backbone", 0.5, 0.1, 1),
         ("backbone", 0.5, 0.0, 3),
         ("pooling", 10.0, 0.0, 1),
@@ -153,7 +153,7 @@ def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself()
     with pytest.raises(
         DistapError, match=r"optimizer\.layer_decay: Sequential is no network of timm"
     ):
-        parameter_groups(parts, 0.5)
+        parameter_groups(modules, 0.5)
 
 
 def test_adam_is_torchs_lamb_clips_nothing_itself_and_sgd_without_momentum_is_without_nesterovs():

@@ -60,17 +60,19 @@ def ranking(similarities: list[float], positives: set[int], junk: set[int]) -> l
     return [row in positives for row in order_of(similarities, positives, junk)]
 
 
-def similarities_of(how, source: Path, queries: dict[str, list[float]]) -> dict[str, list[float]]:
+def similarities_of(
+    describing, source: Path, queries: dict[str, list[float]]
+) -> dict[str, list[float]]:
     """Each query's similarity to the six images of the gallery, from the files that were
     converted."""
     images = source / "jpg"
     gallery = describe_files(
-        how.describer, [path.read_bytes() for path in sorted(images.glob("all_souls*"))]
+        describing.describer, [path.read_bytes() for path in sorted(images.glob("all_souls*"))]
     )
     result = {}
     for name, box in queries.items():
-        part = Image.open(images / f"{name}.jpg").crop([round(edge) for edge in box])
-        described = describe_files(how.describer, [encoded(part)])
+        crop = Image.open(images / f"{name}.jpg").crop([round(edge) for edge in box])
+        described = describe_files(describing.describer, [encoded(crop)])
         result[name] = (described @ gallery.t())[0].tolist()
     return result
 
@@ -78,10 +80,10 @@ def similarities_of(how, source: Path, queries: dict[str, list[float]]) -> dict[
 def test_the_figures_of_revisited_oxford_are_those_of_its_files(
     converted, training_shards, tmp_path
 ):
-    how = describing(tmp_path, training_shards)
-    evaluation = open_set(str(converted / "roxford5k")).describe(how).evaluate()
+    extraction = describing(tmp_path, training_shards)
+    evaluation = open_set(str(converted / "roxford5k")).describe(extraction).evaluate()
     boxes = {"bodleian_000107": [1.5, 2.0, 8.0, 7.5], "keble_000214": [0.0, 0.0, 9.0, 6.0]}
-    similarities = similarities_of(how, converted / "source/roxford5k", boxes)
+    similarities = similarities_of(extraction, converted / "source/roxford5k", boxes)
     first = similarities["bodleian_000107"]
     second = similarities["keble_000214"]
     expected = {
@@ -97,8 +99,8 @@ def test_the_figures_of_revisited_oxford_are_those_of_its_files(
 
 
 def test_the_figures_of_google_landmarks_count_100_images(converted, training_shards, tmp_path):
-    how = describing(tmp_path, training_shards)
-    evaluation = open_set(str(converted / "gldv2")).describe(how).evaluate()
+    extraction = describing(tmp_path, training_shards)
+    evaluation = open_set(str(converted / "gldv2")).describe(extraction).evaluate()
     evaluation.save(tmp_path / "saved", network="a checkpoint")
     saved = json.loads((tmp_path / "saved" / "result.json").read_text())
     assert (
@@ -108,61 +110,65 @@ def test_the_figures_of_google_landmarks_count_100_images(converted, training_sh
     )
     source = converted / "source/gldv2"
     names = ["1111111111111111", "2222222222222222", "3333333333333333"]
-    gallery = describe_files(how.describer, [photo(source / "index", name) for name in names])
+    gallery = describe_files(
+        extraction.describer, [photo(source / "index", name) for name in names]
+    )
     expected = []
     for name, positives in (("4444444444444444", {0, 2}), ("6666666666666666", {1})):
         similarities = (
-            describe_files(how.describer, [photo(source / "test", name)]) @ gallery.t()
+            describe_files(extraction.describer, [photo(source / "test", name)]) @ gallery.t()
         )[0].tolist()
         expected.append(figure_of("mAP@100", ranking(similarities, positives, set())))
     assert saved["figures"]["mAP@100"] == pytest.approx(np.mean(expected))
 
 
 def test_uned_and_ijb_c_are_evaluated_by_their_files(converted, training_shards, tmp_path):
-    how = describing(tmp_path, training_shards)
-    found = open_set(str(converted / "uned")).describe(how).evaluate()
+    extraction = describing(tmp_path, training_shards)
+    evaluation = open_set(str(converted / "uned")).describe(extraction).evaluate()
     domains = [
         f"{name} R@1"
         for name in ("cars", "sop", "inat", "food2k", "rp2k", "inshop", "met", "gldv2")
     ]
-    assert {*domains, "mean R@1", "mean mP@5/min"} < found.figures.keys()
-    assert (found.images, found.queries, found.left_out) == (20 + 3 + 20 + 6, 23, 0)
-    assert found.figures["mean R@1"] == pytest.approx(
-        np.mean([found.figures[name] for name in domains])
+    assert {*domains, "mean R@1", "mean mP@5/min"} < evaluation.figures.keys()
+    assert (evaluation.images, evaluation.queries, evaluation.left_out) == (20 + 3 + 20 + 6, 23, 0)
+    assert evaluation.figures["mean R@1"] == pytest.approx(
+        np.mean([evaluation.figures[name] for name in domains])
     )
     folder = converted / "source/uned/images"
     index = [
-        f"{one}/test/{n}" for one in ("cars", "sop", "inat", "food2k", "rp2k") for n in range(4)
+        f"{item}/test/{n}" for item in ("cars", "sop", "inat", "food2k", "rp2k") for n in range(4)
     ]
-    index += [f"{one}/index/{n}" for one in ("inshop", "met", "gldv2") for n in range(2)]
+    index += [f"{item}/index/{n}" for item in ("inshop", "met", "gldv2") for n in range(2)]
     described = describe_files(
-        how.describer, [(folder / f"{name}.jpg").read_bytes() for name in index]
+        extraction.describer, [(folder / f"{name}.jpg").read_bytes() for name in index]
     )
-    query = describe_files(how.describer, [(folder / "gldv2/test/0.jpg").read_bytes()])
+    query = describe_files(extraction.describer, [(folder / "gldv2/test/0.jpg").read_bytes()])
     best = (described @ query[0]).argsort(descending=True)[:2].tolist()
     # two are right
-    assert found.figures["gldv2 mP@5/min"] == np.mean([place in (24, 25) for place in best])
-    found = open_set(str(converted / "ijb-c")).describe(how).evaluate()
-    assert (found.images, found.queries) == (20, 10)
+    assert evaluation.figures["gldv2 mP@5/min"] == np.mean([place in (24, 25) for place in best])
+    evaluation = open_set(str(converted / "ijb-c")).describe(extraction).evaluate()
+    assert (evaluation.images, evaluation.queries) == (20, 10)
 
 
 def photo(folder: Path, name: str) -> bytes:
     return (folder / name[0] / name[1] / name[2] / f"{name}.jpg").read_bytes()
 
 
-def slow_figures(how, queries: list[Path], gallery: list[Path]) -> dict[str, float]:
+def slow_figures(describing, queries: list[Path], gallery: list[Path]) -> dict[str, float]:
     """Figures of image files, whose class is their folder's name."""
-    asking, others = (
-        describe_files(how.describer, [path.read_bytes() for path in part])
-        for part in (queries, gallery)
+    asking, remaining = (
+        describe_files(describing.describer, [path.read_bytes() for path in files])
+        for files in (queries, gallery)
     )
     orders = {}
-    for row, (own, query) in enumerate(zip((asking @ others.t()).tolist(), queries, strict=True)):
+    for row, (own_row, query) in enumerate(
+        zip((asking @ remaining.t()).tolist(), queries, strict=True)
+    ):
         positives = {
             place for place, path in enumerate(gallery) if path.parent.name == query.parent.name
         }
         if positives:
-            orders[row] = ranking(own, positives, set())
+            orders[row] = ranking(own_row, positives, set())
     return labelled_figures(orders, (1, 5, 10))
 
 
@@ -182,34 +188,42 @@ def query_and_gallery(tmp_path_factory):
     for seed, path in enumerate(files):
         path.parent.mkdir(parents=True, exist_ok=True)
         benchmarks.photos.photo(40, 36, seed).save(path)
-    parts = {"query": files[::3], "gallery": [path for path in files if path not in files[::3]]}
-    parts["gallery"] = [path for path in parts["gallery"] if path.parent.name != "c"]
-    for name, own in parts.items():
-        pack([ImageFile(path, path.parent.name) for path in own], folder / name)
-    return folder, parts
+    files_by_part = {
+        "query": files[::3],
+        "gallery": [path for path in files if path not in files[::3]],
+    }
+    files_by_part["gallery"] = [
+        path for path in files_by_part["gallery"] if path.parent.name != "c"
+    ]
+    for name, files_of_part in files_by_part.items():
+        pack([ImageFile(path, path.parent.name) for path in files_of_part], folder / name)
+    return folder, files_by_part
 
 
 def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, training_shards, tmp_path):
-    folder, parts = query_and_gallery
-    how = describing(tmp_path, training_shards)
+    folder, files_by_part = query_and_gallery
+    extraction = describing(tmp_path, training_shards)
     opened = open_set(str(folder / "query"), gallery=str(folder / "gallery"))
-    described = opened.describe(how)
+    described = opened.describe(extraction)
     evaluation = described.evaluate()
-    assert evaluation.figures == pytest.approx(slow_figures(how, parts["query"], parts["gallery"]))
+    assert evaluation.figures == pytest.approx(
+        slow_figures(extraction, files_by_part["query"], files_by_part["gallery"])
+    )
     assert evaluation.figures["mAP"] < 0.9
-    lost = sum(path.parent.name == "c" for path in parts["query"])
+    lost = sum(path.parent.name == "c" for path in files_by_part["query"])
     assert (evaluation.queries, evaluation.left_out) == (
-        len(parts["query"]) - lost,
+        len(files_by_part["query"]) - lost,
         lost,
     ) and lost > 0
     evaluation.save(tmp_path / "saved")
     retrieved = read_evaluation(tmp_path / "saved").retrieved()
-    keys = [path.stem for path in parts["query"]]
-    asking, others = (
-        describe_files(how.describer, [path.read_bytes() for path in own]) for own in parts.values()
+    keys = [path.stem for path in files_by_part["query"]]
+    asking, remaining = (
+        describe_files(extraction.describer, [path.read_bytes() for path in paths])
+        for paths in files_by_part.values()
     )
     for row in range(len(keys)):
-        nearest = (others @ asking[row]).argsort(descending=True)[:10] + len(keys)
+        nearest = (remaining @ asking[row]).argsort(descending=True)[:10] + len(keys)
         assert retrieved.neighbours[row].tolist() == nearest.tolist()
     refined = described.evaluate(Refinement(augment=2.0, expand=0.0, neighbours=2, rerank=20))
     assert refined.figures != evaluation.figures and refined.gallery == str(folder / "gallery")
@@ -218,27 +232,27 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
 def test_a_gallery_that_holds_the_queries_leaves_each_out_for_itself(training_shards, tmp_path):
     TREES["dyml-animal"](tmp_path / "source")
     convert("dyml-animal", tmp_path / "source", tmp_path / "out")
-    how = describing(tmp_path, training_shards)
+    extraction = describing(tmp_path, training_shards)
     place = str(tmp_path / "out/fine-query")
-    found = (
+    actual = (
         open_set(place, gallery=place.replace("query", "gallery"), figures=["R@1", "ASI"])
-        .describe(how)
+        .describe(extraction)
         .evaluate()
     )
     files = sorted((tmp_path / "source/bmk_fine/gallery").iterdir())
-    described = describe_files(how.describer, [path.read_bytes() for path in files])
+    described = describe_files(extraction.describer, [path.read_bytes() for path in files])
     # Images 2 and 3 of the gallery are the queries; 1 is of the class of the first, and 0 of that
     # of the second.
     nearest = (described[2:4] @ described.t()).masked_fill(torch.eye(5)[2:4].bool(), -1).argmax(1)
     share = float((nearest == torch.tensor([1, 0])).float().mean())
-    assert [found.figures[name] for name in ("R@1", "ASI")] == [share, share]
+    assert [actual.figures[name] for name in ("R@1", "ASI")] == [share, share]
 
 
 def test_a_gallery_is_drawn_as_vehicle_id_does(query_and_gallery, training_shards, tmp_path):
-    folder, parts = query_and_gallery
-    files = parts["gallery"]
-    how = describing(tmp_path, training_shards)
-    evaluation = open_set(str(folder / "gallery"), gallery_draws=10).describe(how).evaluate()
+    folder, files_by_part = query_and_gallery
+    files = files_by_part["gallery"]
+    extraction = describing(tmp_path, training_shards)
+    evaluation = open_set(str(folder / "gallery"), gallery_draws=10).describe(extraction).evaluate()
     figures = []
     galleries = set()
     for draw in range(10):
@@ -246,11 +260,15 @@ def test_a_gallery_is_drawn_as_vehicle_id_does(query_and_gallery, training_shard
         for place in permutation(len(files), GALLERY, draw).tolist():
             gallery.setdefault(files[place].parent.name, files[place])
         drawn = list(gallery.values())
-        figures.append(slow_figures(how, [path for path in files if path not in drawn], drawn))
+        figures.append(
+            slow_figures(extraction, [path for path in files if path not in drawn], drawn)
+        )
         galleries.add(frozenset(drawn))
     assert len(galleries) > 5
     for name in ("mAP", "R@1", "R@5"):
-        assert evaluation.figures[name] == pytest.approx(np.mean([own[name] for own in figures]))
+        assert evaluation.figures[name] == pytest.approx(
+            np.mean([figures_of_draw[name] for figures_of_draw in figures])
+        )
     assert (evaluation.queries, evaluation.left_out) == (
         len(files) - len({path.parent for path in files}),
         0,
@@ -311,33 +329,33 @@ def test_training_and_eval_know_the_gallery(
 def test_distractors_lower_figures_as_images_of_the_gallery_do(
     converted, training_shards, tmp_path
 ):
-    how = describing(tmp_path, training_shards)
-    more = tmp_path / "extracted"
+    extraction = describing(tmp_path, training_shards)
+    distractors = tmp_path / "extracted"
     oxford = str(converted / "roxford5k")
     images = open_images(str(converted / "revisitop1m/distractors"))
-    extract_to_folder(Extraction(how, images), more)
+    extract_to_folder(Extraction(extraction, images), distractors)
     plain = open_set(oxford)
-    apart = open_set(oxford, distractors=[str(more)]).describe(how)
-    whole = replace(plain, gallery=(*plain.gallery, images)).describe(how)
+    apart = open_set(oxford, distractors=[str(distractors)]).describe(extraction)
+    whole = replace(plain, gallery=(*plain.gallery, images)).describe(extraction)
     for refinement in (Refinement(), Refinement(expand=2.0, neighbours=3, rerank=20)):
         assert apart.evaluate(refinement).figures == pytest.approx(
             whole.evaluate(refinement).figures, abs=1e-6
         )
     first = apart.evaluate().figures
-    without = plain.describe(how).evaluate().figures
+    without = plain.describe(extraction).evaluate().figures
     assert all(first[name] <= without[name] + 1e-12 for name in without) and first != without
     with pytest.raises(DistapError, match="are not augmented"):
         apart.evaluate(Refinement(augment=2.0))
     sized = describing(tmp_path, training_shards, sizing="side 8")
     with pytest.raises(DistapError, match=r"extracted: described by .*expected .*'side 8'"):
-        open_set(oxford, distractors=[str(more)]).describe(sized).evaluate()
+        open_set(oxford, distractors=[str(distractors)]).describe(sized).evaluate()
 
 
 def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
-    own = str(training_shards[1])
+    validation = str(training_shards[1])
     run = tmp_path / "run"
     sizing = "resize 40x48 crop 36"
-    of_own = {"data": own, "figures": ["mAP", "R@3"]}
+    of_own = {"data": validation, "figures": ["mAP", "R@3"]}
     also = {"same": of_own, "square": {**of_own, "sizing": "crop 32", "scales": [1.0]}}
     settings = {
         "sizing": sizing,
@@ -347,12 +365,12 @@ def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_p
         "figures": ["mAP", "R@3"],
     }
     settings |= {"antialias": False}
-    train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
+    train(World(), run, training_shards, steps=1, data__validation=validation, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
     assert list(last["validation"]) == ["mAP", "R@3"]
-    found = load(run).describer
-    assert (str(found.sizing), found.network.scales) == (sizing, (1.0, 0.75))
+    actual = load(run).describer
+    assert (str(actual.sizing), actual.network.scales) == (sizing, (1.0, 0.75))
 
     figures = {}
     for name, options in {
@@ -367,7 +385,10 @@ def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_p
         figures[name] = read_evaluation(tmp_path / name).figures
     assert figures["remembered"] == figures["asked for"] == pytest.approx(last["validation"])
     assert figures["by override"] == pytest.approx(last["also"]["square"])
-    assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
+    assert (
+        distap(monkeypatch, "extract", validation, tmp_path / "descriptors", "--checkpoint", run)
+        == 0
+    )
     assert read_descriptors(tmp_path / "descriptors").described_by.sizing == sizing
     assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
     exported = load(tmp_path / "export").describer
@@ -377,7 +398,7 @@ def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_p
     exec(re.search(r"```python\n(import torch\n.*?)\n\nimages = ", card, re.DOTALL)[1], names)
     (tmp_path / "photo.png").write_bytes(encoded(Image.effect_noise((90, 50), 80)))
     image = EncodedImage((tmp_path / "photo.png").read_bytes())
-    assert torch.equal(names["pixels"](tmp_path / "photo.png")[0], found.sizing(image))
+    assert torch.equal(names["pixels"](tmp_path / "photo.png")[0], actual.sizing(image))
 
 
 def test_a_wrong_way_of_taking_images_is_refused_when_the_recipe_is_read(training_shards, tmp_path):
@@ -444,9 +465,9 @@ def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
     configured = ["eval", *recipe_and_data, "evaluation.sizing=original"]
     assert distap(monkeypatch, *configured, f"--truth={tmp_path / 'truth.json'}", "--json") == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["photos"]["plain"]
-    how = describing(tmp_path, training_shards)
+    extraction = describing(tmp_path, training_shards)
     described = describe_files(
-        how.describer, [(tmp_path / "photos" / f"{name}.png").read_bytes() for name in names]
+        extraction.describer, [(tmp_path / "photos" / f"{name}.png").read_bytes() for name in names]
     )
     similarities = described @ described.t()
     rankings = [
@@ -484,19 +505,19 @@ def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path)
 def test_a_network_that_is_broken_for_some_images_gets_no_figure(
     training_shards, tmp_path, monkeypatch
 ):
-    how = describing(tmp_path, training_shards, sizing="crop 32")
-    call = type(how.describer).__call__
+    extraction = describing(tmp_path, training_shards, sizing="crop 32")
+    call = type(extraction.describer).__call__
 
     def broken(describer, pixels):
         descriptors = call(describer, pixels).clone()
         descriptors[0, 0] = torch.nan
         return descriptors
 
-    monkeypatch.setattr(type(how.describer), "__call__", broken)
+    monkeypatch.setattr(type(extraction.describer), "__call__", broken)
     with pytest.raises(
         DistapError, match=r"descriptors are not finite, such as that of .*: the network is broken"
     ):
-        open_set(str(training_shards[1])).describe(how)
+        open_set(str(training_shards[1])).describe(extraction)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,15 @@ def in_process(maker, images, world=World(), boxes=None):  # noqa: B008 - it is 
 def test_a_folder_is_described_as_its_images_one_by_one_and_says_how(tmp_path, photos, sizing):
     maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40, first=7)
     extract(photos, tmp_path / "out", maker=maker)
-    found = read_descriptors(tmp_path / "out")
-    assert found.keys.tolist() == open_images(photos).keys.tolist() and len(found) == 31
-    assert set(found.classes.tolist()) == {""}
-    assert found.described_by == maker.described_by and found.data == str(photos)
-    again = describer_like(found.described_by, network())
-    assert again.described_by == found.described_by and not again.network.network.training
-    np.testing.assert_allclose(found.descriptors, one_by_one(again, photos, found.keys), atol=1e-6)
+    descriptors = read_descriptors(tmp_path / "out")
+    assert descriptors.keys.tolist() == open_images(photos).keys.tolist() and len(descriptors) == 31
+    assert set(descriptors.classes.tolist()) == {""}
+    assert descriptors.described_by == maker.described_by and descriptors.data == str(photos)
+    again = describer_like(descriptors.described_by, network())
+    assert again.described_by == descriptors.described_by and not again.network.network.training
+    np.testing.assert_allclose(
+        descriptors.descriptors, one_by_one(again, photos, descriptors.keys), atol=1e-6
+    )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("about.json", "classes.npy", "descriptors.npy", "extraction.json", "keys.npy")
     ]
@@ -96,24 +98,24 @@ def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, ph
     pack(tmp_path / "images", tmp_path / "shards")
     maker = describer("original")
     extract(tmp_path / "shards", tmp_path / "out", maker=maker)
-    found = read_descriptors(tmp_path / "out")
-    assert len(batches) == 2 and found.classes.tolist() == ["a", "a"]
+    descriptors = read_descriptors(tmp_path / "out")
+    assert len(batches) == 2 and descriptors.classes.tolist() == ["a", "a"]
     expected = one_by_one(maker, photos, ["turned.jpg", "0/00.png"])
-    np.testing.assert_allclose(found.descriptors, expected, atol=1e-6)
+    np.testing.assert_allclose(descriptors.descriptors, expected, atol=1e-6)
 
 
 def test_boxes_are_cut_out_first(photos):
     maker = describer("original")
     images = open_images(photos)
     boxes = {images.keys.tolist().index("0/00.png"): (4, 4, 30, 28), 17: (0, 0, 20, 20)}
-    _, found, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
+    _, actual, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
     _, plain, _ = extract_descriptors(in_process(maker, images))
     for row, key in enumerate(images.keys.tolist()):
         if row not in boxes:
-            np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
+            np.testing.assert_allclose(actual[row], plain[row], atol=1e-6)
             continue
         cut = encoded(Image.open(photos / key).crop(boxes[row]))
-        np.testing.assert_allclose(found[row], describe_files(maker, [cut])[0], atol=1e-6)
+        np.testing.assert_allclose(actual[row], describe_files(maker, [cut])[0], atol=1e-6)
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path, photos):
@@ -125,11 +127,11 @@ def test_damaged_images_are_left_out_and_named(tmp_path, photos):
     (images / "d.jpg").write_bytes(b"none")
     (images / "e.png").symlink_to(photos / "0" / "00.png")
     assert len(extract(images, tmp_path / "out")) == 3
-    found = read_descriptors(tmp_path / "out")
-    assert found.keys.tolist() == ["a.png", "c.png", "e.png"]  # links are followed
-    assert list(found.left_out) == ["b.png", "d.jpg"]
-    told = "\n".join(found.left_out.values())
-    assert re.fullmatch(r".*truncated.*\n.*not an image.*", told)
+    descriptors = read_descriptors(tmp_path / "out")
+    assert descriptors.keys.tolist() == ["a.png", "c.png", "e.png"]  # links are followed
+    assert list(descriptors.left_out) == ["b.png", "d.jpg"]
+    message = "\n".join(descriptors.left_out.values())
+    assert re.fullmatch(r".*truncated.*\n.*not an image.*", message)
 
 
 def test_a_descriptor_that_is_not_finite_is_left_out(tmp_path, photos):
@@ -145,9 +147,11 @@ def test_images_too_small_for_the_network_are_left_out(tmp_path):
     for name, size in (("a", (40, 32)), ("b", (3, 40)), ("c", (40, 32))):
         (tmp_path / f"{name}.png").write_bytes(encoded(photo(*size, seed=1)))
     extract(tmp_path, tmp_path / "out", maker=maker)
-    found = read_descriptors(tmp_path / "out")
-    assert found.keys.tolist() == ["a.png", "c.png"]
-    assert found.left_out == {"b.png": "decode_error: 3 x 40 pixels are too few for the network"}
+    descriptors = read_descriptors(tmp_path / "out")
+    assert descriptors.keys.tolist() == ["a.png", "c.png"]
+    assert descriptors.left_out == {
+        "b.png": "decode_error: 3 x 40 pixels are too few for the network"
+    }
     with pytest.raises(DamagedImageError, match="3 x 40 pixels are too few"):
         describe_files(maker, [(tmp_path / "b.png").read_bytes()])
 
@@ -156,10 +160,10 @@ class StoppedError(Exception):
     pass
 
 
-def stopped_after(monkeypatch, parts: int) -> None:
+def stopped_after(monkeypatch, count: int) -> None:
     """The next extraction ends as if it were killed when it has written so many parts."""
     file_of = extracted_folder.part_file
-    left = iter(range(parts))
+    left = iter(range(count))
 
     def file_or_stop(*arguments):
         if next(left, None) is None:
@@ -180,23 +184,23 @@ def test_an_extraction_that_was_stopped_describes_what_is_missing_and_names_what
         DistapError, match="out: its extraction has not ended; the command that began it continues"
     ):
         read_descriptors(tmp_path / "out")
-    part = tmp_path / "out" / "parts" / "000001.npz"
-    data = bytearray(part.read_bytes())
+    file = tmp_path / "out" / "parts" / "000001.npz"
+    data = bytearray(file.read_bytes())
     data[400] ^= 1
-    part.write_bytes(data)
+    file.write_bytes(data)
     described.clear()
     with pytest.raises(DistapError, match=r"000001.npz: not readable as .*CRC.*; remove it"):
         extract(photos, tmp_path / "out", part_images=4)
     assert described.total() == 31 - 12
     described.clear()
-    part.unlink()
+    file.unlink()
     extract(photos, tmp_path / "out", part_images=4)
     assert described.total() == 4
     extract(photos, tmp_path / "whole", part_images=4)
-    found, whole = (read_descriptors(tmp_path / name) for name in ("out", "whole"))
+    descriptors, whole = (read_descriptors(tmp_path / name) for name in ("out", "whole"))
     assert (
-        np.array_equal(found.descriptors, whole.descriptors)
-        and found.keys.tolist() == whole.keys.tolist()
+        np.array_equal(descriptors.descriptors, whole.descriptors)
+        and descriptors.keys.tolist() == whole.keys.tolist()
     )
 
 
@@ -273,9 +277,9 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
     assert [sum(ranks) for ranks in zip(first[0], second[0], strict=True)] == [31, 31 - 3 * 4, 1]
     expected = read_descriptors(tmp_path / "alone")
     for name in ("whole", "stopped"):
-        found = read_descriptors(tmp_path / name)
-        assert np.array_equal(found.descriptors, expected.descriptors)
-        assert found.keys.tolist() == expected.keys.tolist()
+        stored = read_descriptors(tmp_path / name)
+        assert np.array_equal(stored.descriptors, expected.descriptors)
+        assert stored.keys.tolist() == expected.keys.tolist()
     assert read_descriptors(tmp_path / "of-one").keys.tolist() == ["00.png"]
     (damaged,) = alone_left_out
     for _, descriptors, left_out in (first, second):
@@ -289,8 +293,8 @@ def break_off_on_a_rank(world, source, waiting):
     """
     extracting.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    how = Describing(maker, world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
-    extraction = Extraction(how, open_images(source))
+    describing = Describing(maker, world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+    extraction = Extraction(describing, open_images(source))
     with pytest.raises(BrokenOffError):
         extract_descriptors(extraction)
     return world.gather_values(7)

@@ -12,12 +12,12 @@ class TensorBatch:
     """A rank's share of images that are there already."""
 
     def __init__(self, images: Tensor, labels: Tensor, world: World, step: int = 0) -> None:
-        mine = slice(world.rank, None, world.size)
+        own_rows = slice(world.rank, None, world.size)
         self.step = step
         self.total = len(images)
-        self.labels = labels[mine]
+        self.labels = labels[own_rows]
         self.present = torch.ones(len(self.labels), dtype=torch.bool)
-        self.pixels = images[mine].clone()
+        self.pixels = images[own_rows].clone()
         self.samples = torch.tensor(world.slots(len(images)))
 
     def images(self, rows: slice) -> Tensor:

@@ -39,7 +39,7 @@ KINDS = [f"{mode} {form}" for mode, form, _ in FORMS if form in readable_formats
 
 def costly_image(kind: str, side: int) -> bytes:
     """A square of `side` pixels, of one of KINDS."""
-    mode, form, options = next(each for each in FORMS if kind == f"{each[0]} {each[1]}")
+    mode, form, options = next(element for element in FORMS if kind == f"{element[0]} {element[1]}")
     Image.new(mode, (side, side)).save(buffer := io.BytesIO(), form, **options)
     return buffer.getvalue()
 

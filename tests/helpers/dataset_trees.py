@@ -40,12 +40,12 @@ def sop(root: Path) -> None:
         ]
     }
     names["test"] = [name.replace("/1_", "/3_").replace("/2_", "/4_") for name in names["train"]]
-    for part, first in (("train", 1), ("test", 3)):
+    for split, first in (("train", 1), ("test", 3)):
         rows = [
-            f"{n + 1} {first + n // 2} {1 + n // 2} {name}" for n, name in enumerate(names[part])
+            f"{n + 1} {first + n // 2} {1 + n // 2} {name}" for n, name in enumerate(names[split])
         ]
-        write(root / f"Ebay_{part}.txt", [heading, *rows])
-        photos(root, names[part])
+        write(root / f"Ebay_{split}.txt", [heading, *rows])
+        photos(root, names[split])
 
 
 def cub(root: Path) -> None:
@@ -85,12 +85,12 @@ def cars(root: Path, rows: Sequence[tuple[str, object]] = ()) -> None:
 
 
 def inaturalist(root: Path) -> None:
-    for part, classes in (
+    for split, classes in (
         ("train", ("Aves/2761", "Fungi/5")),
         ("test", ("Aves/11", "Plantae/7000")),
     ):
         names = [f"train_val2018/{name}/{n:032x}.jpg" for name in classes for n in (1, 2)]
-        write(root / f"Inat_dataset_splits/Inaturalist_{part}_set1.txt", names)
+        write(root / f"Inat_dataset_splits/Inaturalist_{split}_set1.txt", names)
         photos(root, names)
 
 
@@ -137,13 +137,13 @@ def dyml(root: Path) -> None:
     write(root / "train/label.csv", f"fname, coarse_id, middle_id, fine_id{rows}")
     lists = {"train/imgs": range(4)}
     for number, level in enumerate(("fine", "middle", "coarse"), 1):
-        for part, seeds, labels in (
+        for split, seeds, labels in (
             ("query", (2, 3), (5, 6)),
             ("gallery", range(5), (6, 5, 5, 6, 7)),
         ):
             rows = "".join(f"{place}.jpg, {label}\n" for place, label in enumerate(labels))
-            write(root / f"bmk_{level}/{part}.csv", f"fname, labels{rows}")
-            lists[f"bmk_{level}/{part}"] = [10 * number + seed for seed in seeds]
+            write(root / f"bmk_{level}/{split}.csv", f"fname, labels{rows}")
+            lists[f"bmk_{level}/{split}"] = [10 * number + seed for seed in seeds]
     for folder, seeds in lists.items():
         for place, seed in enumerate(seeds):
             photo(root / f"{folder}/{place}.jpg", seed)
@@ -156,12 +156,12 @@ def dyml_product(root: Path) -> None:
 
 
 def landmarks(root: Path) -> None:
-    for part, labels in (("train", (3, 17)), ("val", (3,))):
+    for split, labels in (("train", (3, 17)), ("val", (3,))):
         urls = [
-            f"http://a.example/{part}/{label}/view%20{n}.jpg" for label in labels for n in (1, 2)
+            f"http://a.example/{split}/{label}/view%20{n}.jpg" for label in labels for n in (1, 2)
         ]
         rows = [f"{url} {url.split('/')[4]} 10 200 20 150" for url in urls]
-        write(root / f"annotations_landmarks/annotation_clean_{part}.txt", rows)
+        write(root / f"annotations_landmarks/annotation_clean_{split}.txt", rows)
         photos(root / "images", [url.removeprefix("http://").replace("%20", " ") for url in urls])
 
 
@@ -303,8 +303,11 @@ def msmt17(root: Path) -> None:
     }
     camera["0001/0001_002_01_0303noon_0022.jpg 1"] = "gallery"
     camera["0002/0002_000_03_0303noon_0023.jpg 2"] = "query"
-    for part in ("query", "gallery"):
-        write(root / f"list_{part}.txt", [name for name, own in camera.items() if own == part])
+    for split in ("query", "gallery"):
+        write(
+            root / f"list_{split}.txt",
+            [name for name, split_of_camera in camera.items() if split_of_camera == split],
+        )
     write(root / "list_train.txt", "0000/0000_000_01_a_1.jpg 0\n0000/0000_001_02_a_2.jpg 0\n")
     photos(root / "test", [name.split()[0] for name in camera])
     photos(root / "train/0000", ["0000_000_01_a_1.jpg", "0000_001_02_a_2.jpg"], 40)
@@ -320,27 +323,28 @@ def places(root: Path) -> None:
 def uned(root: Path) -> None:
     """Domains of two classes; a query of gldv2 shows two landmarks."""
     lists = {
-        f"{domain}/{part}": [0, 0, 1, 1]
+        f"{domain}/{split}": [0, 0, 1, 1]
         for domain in ("cars", "sop", "inat", "food2k", "rp2k")
-        for part in ("train", "test")
+        for split in ("train", "test")
     }
     for domain in ("inshop", "met", "gldv2"):
         lists |= {f"{domain}/train": [0, 0], f"{domain}/test": [7], f"{domain}/index": [7, 8]}
     lists["gldv2/test"] = [[7, 8]]
     for place, (name, classes) in enumerate(lists.items()):
         images = [
-            {"path": f"{name}/{number}.jpg", "class_id": one} for number, one in enumerate(classes)
+            {"path": f"{name}/{number}.jpg", "class_id": item}
+            for number, item in enumerate(classes)
         ]
         write(root / f"info_files/{name}.json", json.dumps(images))
         photos(root / "images", [str(image["path"]) for image in images], 10 * place)
 
 
 def vggface2(root: Path) -> None:
-    for part, names in {"train": ["n000002", "n000003"], "test": ["n000001", "n000009"]}.items():
+    for split, names in {"train": ["n000002", "n000003"], "test": ["n000001", "n000009"]}.items():
         faces = [f"{name}/{number:04d}_01" for name in names for number in (1, 2)]
         rows = "".join(f'"{face}",2,1,4,{4 + 2 * place}\n' for place, face in enumerate(faces))
-        write(root / f"bb_landmark/loose_bb_{part}.csv", f"NAME_ID,X,Y,W,H\n{rows}")
-        photos(root / part, [f"{face}.jpg" for face in faces], 20 * len(part))
+        write(root / f"bb_landmark/loose_bb_{split}.csv", f"NAME_ID,X,Y,W,H\n{rows}")
+        photos(root / split, [f"{face}.jpg" for face in faces], 20 * len(split))
 
 
 def ijb_c(root: Path) -> None:

@@ -152,16 +152,16 @@ def replay(world, replica, micro_batches=3, infinite=False, fails=False):
     """Give `backward` gradients that differ by rank and micro-batch; a rank that `fails` at first
     starts again.
     """
-    mine = images_for(replica)[0][world.rank :: world.size]
+    own_rows = images_for(replica)[0][world.rank :: world.size]
     with replica.replaying():
         if fails:
             replica.network.failures = 1
-            descriptors = replica.forward(mine[:2])
+            descriptors = replica.forward(own_rows[:2])
             with pytest.raises(torch.OutOfMemoryError):
                 replica.backward(descriptors, torch.ones_like(descriptors), is_last=False)
             replica.discard()
         for number in range(micro_batches):
-            descriptors = replica.forward(mine[number : number + 2])
+            descriptors = replica.forward(own_rows[number : number + 2])
             gradient = (1 + world.rank + number) * 1e-3 * torch.ones_like(descriptors).cumsum(1)
             if infinite and world.rank == 1 and number == 0:
                 gradient[0, 0] = torch.inf
@@ -264,11 +264,11 @@ def averaged(world, name, engine):
     if average:
         other.keep_average(DECAY)
     other.load_state_dict({key: tensor.clone() for key, tensor in state.items()})
-    found = [whole(engine), whole(other)]
+    actual = [whole(engine), whole(other)]
     return (
         average,
         float(apart),
-        all(torch.equal(one[key], state[key]) for one in found for key in state),
+        all(torch.equal(item[key], state[key]) for item in actual for key in state),
     )
 
 
@@ -346,8 +346,8 @@ def there_and_back(world, name, state):
     three_stages(world, engine, first=1)
     after = whole(engine)
     other.load_state_dict({key: tensor.clone() for key, tensor in after.items()})
-    for one in (engine, other):
-        three_stages(world, one, first=2)
+    for network in (engine, other):
+        three_stages(world, network, first=2)
     again = parameters_of(engine)
     same = parameters_of(other)
     return after, all(torch.equal(again[key], same[key]) for key in again)
@@ -360,9 +360,9 @@ def optimized(world, name, optimizer):
     for number in range(3):
         if number == 2:
             restarted.load_state_dict(whole(engine))
-        for one in (engine, restarted)[: 1 + number // 2]:
-            replay(world, one.replica)
-            one.update(1e-2)
+        for network in (engine, restarted)[: 1 + number // 2]:
+            replay(world, network.replica)
+            network.update(1e-2)
     return whole(engine), whole(restarted)
 
 
@@ -376,33 +376,33 @@ def described_apart(world, name):
     engine = engine_of(world, name)
     images = images_for(engine)[0]
     with engine.replica.describing(), torch.no_grad():
-        parts = [engine.replica.forward(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
-        together = engine.network(images[: len(parts)])
+        chunks = [engine.replica.forward(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
+        together = engine.network(images[: len(chunks)])
     norm = three_stages(world, engine)[0]
     network = weakref.ref(engine.network)
     del engine
     gc.collect()
-    return (torch.cat(parts) - together).abs().max().item(), norm, network() is not None
+    return (torch.cat(chunks) - together).abs().max().item(), norm, network() is not None
 
 
 def everything(world, names, folder, state):
     """All of the above by check and engine."""
-    found = {}
+    results = {}
     for name in names:
-        found["moved", name] = {
+        results["moved", name] = {
             clip_norm: moved(world, name, clip_norm) for clip_norm in (None, 1e-3)
         }
-        found["messages", name] = messages(world, name, micro_batches=5)
-        found["without damage", name] = without_damage(world, name)
-        found["state", name] = there_and_back(world, name, state[is_exact(name)])
-        found["apart", name] = described_apart(world, name)
-        found["bf16", name] = half_precision(world, name)
+        results["messages", name] = messages(world, name, micro_batches=5)
+        results["without damage", name] = without_damage(world, name)
+        results["state", name] = there_and_back(world, name, state[is_exact(name)])
+        results["apart", name] = described_apart(world, name)
+        results["bf16", name] = half_precision(world, name)
         for optimizer in OPTIMIZERS.get(name, ()):
-            found[optimizer, name] = optimized(world, name, optimizer)
+            results[optimizer, name] = optimized(world, name, optimizer)
     for case, (name, keep) in TRAININGS.items():
         if name in names:
-            found["trained", case] = trained(world, name, keep)
-    found["threads"] = [
-        one.name for one in threading.enumerate() if not one.name.startswith("distap")
+            results["trained", case] = trained(world, name, keep)
+    results["threads"] = [
+        item.name for item in threading.enumerate() if not item.name.startswith("distap")
     ]
-    return found
+    return results

@@ -56,9 +56,9 @@ def write_photos(folder: Path) -> Path:
 
 
 def extract(source, output, world=World(), maker=None, workers=0, part_images=128):  # noqa: B008 - it is frozen
-    how = Describing(maker or describer("original"), world, workers)
+    describing = Describing(maker or describer("original"), world, workers)
     with patch.object(extracting, "FEWEST", part_images):
-        return extract_to_folder(Extraction(how, open_images(source)), output)
+        return extract_to_folder(Extraction(describing, open_images(source)), output)
 
 
 def one_by_one(maker, source: Path, keys) -> np.ndarray:

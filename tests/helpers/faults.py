@@ -82,8 +82,8 @@ def inject(faults: list[Fault]) -> None:
         at = batch.step
         return describe(self, batch)
 
-    def faulty_saving(folder: Path, *given: object) -> None:
-        write_tensors(folder, *given)
+    def faulty_saving(folder: Path, *arguments: object) -> None:
+        write_tensors(folder, *arguments)
         step = int(folder.name[5:13]) - 1  # the step that is being done may be a later one
         if any(
             fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults

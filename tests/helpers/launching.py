@@ -102,19 +102,19 @@ class Job:
     """A launcher, or another command, that was started."""
 
     def __init__(
-        self, what: Launch | Program | Sequence[str], folder: Path, environment: dict[str, str]
+        self, command: Launch | Program | Sequence[str], folder: Path, environment: dict[str, str]
     ) -> None:
         self.folder = folder
         self._said = folder / f"said-{uuid.uuid4().hex}"
         self._said.touch()
         changes = OF_JOBS | environment
         self.process: Forked | subprocess.Popen[bytes]
-        if isinstance(what, Launch | Program):
-            self.process = _forked(what, self._said, self._said, changes)
+        if isinstance(command, Launch | Program):
+            self.process = _forked(command, self._said, self._said, changes)
         else:
             with self._said.open("a") as file:
                 self.process = subprocess.Popen(
-                    what,
+                    command,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     cwd=HELPERS,
@@ -182,12 +182,12 @@ class Job:
 
 @contextmanager
 def started(
-    what: Launch | Program | Sequence[str], folder: Path, **environment: str
+    command: Launch | Program | Sequence[str], folder: Path, **environment: str
 ) -> Iterator[Job]:
     """Start a job, and kill all that belongs to it at the end."""
     skip_if_fast("launchers")
     folder.mkdir(parents=True, exist_ok=True)
-    job = Job(what, folder.resolve(), environment)
+    job = Job(command, folder.resolve(), environment)
     try:
         yield job
     finally:
@@ -196,48 +196,52 @@ def started(
         job.process.wait()
 
 
-def output_of(what: Program, folder: Path, **environment: str) -> str:
+def output_of(command: Program, folder: Path, **environment: str) -> str:
     """Run a program, which has to succeed, and return what it writes to standard output; `folder`
     is for its logs.
     """
     skip_if_fast("a program")
-    answer, said = (folder / f"{name}-{uuid.uuid4().hex}" for name in ("answer", "said"))
-    status = _forked(what, answer, said, OF_JOBS | environment).wait()
-    assert status == 0, f"{what.arguments}: status {status}: {said.read_text()}"
+    answer, output = (folder / f"{name}-{uuid.uuid4().hex}" for name in ("answer", "said"))
+    status = _forked(command, answer, output, OF_JOBS | environment).wait()
+    assert status == 0, f"{command.arguments}: status {status}: {output.read_text()}"
     return answer.read_text()
 
 
-def _forked(what: Launch | Program, answer: Path, said: Path, changes: dict[str, str]) -> Forked:
+def _forked(
+    command: Launch | Program, answer: Path, output: Path, changes: dict[str, str]
+) -> Forked:
     process = server().Process(
-        target=_launch, args=(what, answer, said, dict(os.environ) | changes)
+        target=_launch, args=(command, answer, output, dict(os.environ) | changes)
     )
     process.start()
     return Forked(process)
 
 
-def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> None:
+def _launch(
+    command: Launch | Program, answer: Path, printed: Path, environment: dict[str, str]
+) -> None:
     """Be the launcher or the program: a fork of the server, whose ranks are forks of this
     process."""
     gc.freeze()  # or a collection would copy all memory of the server
     with (
         answer.open("ab") as output,
-        said.open("ab") as errors,
+        printed.open("ab") as errors,
         Path(os.devnull).open("rb") as nothing,
     ):
         for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(stream.fileno(), number)
-    os.chdir(what.folder)
+    os.chdir(command.folder)
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
     # loader workers start as they do outside the tests
     multiprocessing.set_start_method(None, force=True)
-    if isinstance(what, Program):
-        _be_python(list(what.arguments), environment)
+    if isinstance(command, Program):
+        _be_python(list(command.arguments), environment)
         return
-    given = what.options.split(), what.module, what.arguments.split()
-    sys.exit(launch(*given, grace_seconds=20))
+    arguments = command.options.split(), command.module, command.arguments.split()
+    sys.exit(launch(*arguments, grace_seconds=20))
 
 
 def _be_python(args: list[str], environment: dict[str, str]) -> None:

@@ -63,7 +63,7 @@ def dashboard() -> dict[str, Any]:
 def panel_expressions(board: dict[str, Any]) -> dict[str, list[str]]:
     """The expressions of each panel, by its title."""
     return {
-        panel["title"]: [one["expr"] for one in panel["targets"]]
+        panel["title"]: [entry["expr"] for entry in panel["targets"]]
         for panel in board["panels"]
         if "targets" in panel
     }
@@ -81,7 +81,7 @@ def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
         else ()
     )
     return (
-        set().union(*(leaves(one, f"{path}.{key}") for key, one in entries))
+        set().union(*(leaves(item, f"{path}.{key}") for key, item in entries))
         if entries
         else {(path, repr(value))}
     )

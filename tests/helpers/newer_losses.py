@@ -58,11 +58,11 @@ def recall_at_k(
                 rank = rank + is_before(scores[j], scores[k])
         ranks.append(rank)
     recalls = []
-    for given in ks:
+    for inputs in ks:
         k = (
-            min(given, len(same) + len(other) + 1)
+            min(inputs, len(same) + len(other) + 1)
             if form == "released"
-            else given + (form == "oml")
+            else inputs + (form == "oml")
         )
         hits = sum(sigma(k - rank, hit_tau) for rank in ranks)
         if form == "released":
@@ -109,8 +109,8 @@ def info_nce(
     similarities: Tensor, query: int, same: list[int], other: list[int], temperature: float = 0.07
 ) -> Tensor:
     negatives = sum(torch.exp(similarities[j] / temperature) for j in other)
-    each = [torch.exp(similarities[p] / temperature) for p in same]
-    return -sum(torch.log(one / (one + negatives)) for one in each) / len(same)
+    element = [torch.exp(similarities[p] / temperature) for p in same]
+    return -sum(torch.log(item / (item + negatives)) for item in element) / len(same)
 
 
 def sigmoid(
@@ -154,24 +154,24 @@ def graded(
 ) -> Tensor:
     """H-AP and NDCG of labels (B, L), the finest first."""
     everything = torch.cat([descriptors, gallery])
-    known = torch.cat([levels, gallery_levels])
+    known_labels = torch.cat([levels, gallery_levels])
     depth = levels.shape[1]
-    count = len(known)
+    count = len(known_labels)
     losses = []
     weight = []
     for query in range(len(descriptors)):
-        level = [int((known[j] == levels[query]).sum()) for j in range(count)]
-        if sum(one > 0 for one in level) < 2:
+        level = [int((known_labels[j] == levels[query]).sum()) for j in range(count)]
+        if sum(index > 0 for index in level) < 2:
             continue
-        size = [level.count(each) for each in range(depth + 1)]
+        size = [level.count(element) for element in range(depth + 1)]
         rel = [0.0] * (depth + 1)
-        for each in range(1, depth + 1):
+        for element in range(1, depth + 1):
             if name != "h_ap":
-                rel[each] = 2.0**each - 1
+                rel[element] = 2.0**element - 1
             elif relevance == "pop":
-                rel[each] = (each / depth) ** alpha / size[each] if size[each] else 0.0
+                rel[element] = (element / depth) ** alpha / size[element] if size[element] else 0.0
             else:
-                rel[each] = rel[each - 1] + 1 / sum(size[each:]) / depth
+                rel[element] = rel[element - 1] + 1 / sum(size[element:]) / depth
         scores = descriptors[query] @ everything.t()
         total = torch.zeros((), dtype=torch.float64)
         ideal = 0.0
@@ -194,15 +194,15 @@ def graded(
                 gain / rank if name == "h_ap" else rel[level[k]] / torch.log2(1 + rank)
             )
         if name == "h_ap":
-            ideal = sum(rel[one] for one in level)
+            ideal = sum(rel[index] for index in level)
         else:
-            best = sorted((rel[one] for one in level), reverse=True)
+            best = sorted((rel[index] for index in level), reverse=True)
             ideal = sum(gain / math.log2(2 + place) for place, gain in enumerate(best))
         losses.append(1 - total / ideal)
         weight.append(
             1.0 if weights == "uniform" else 1 / levels[:, 0].tolist().count(int(levels[query, 0]))
         )
-    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)
+    return sum(w * index for w, index in zip(weight, losses, strict=True)) / sum(weight)
 
 
 def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) 
     for row, label in zip(similarities, labels.tolist(), strict=True):
         logits = 30 * row
         moved = torch.cos(torch.acos(row[label]) + 0.5) if name == "arc_face" else row[label] - 0.35
-        others = sum(torch.exp(logit) for k, logit in enumerate(logits) if k != label)
-        losses.append(-torch.log(torch.exp(30 * moved) / (torch.exp(30 * moved) + others)))
+        remaining = sum(torch.exp(logit) for k, logit in enumerate(logits) if k != label)
+        losses.append(-torch.log(torch.exp(30 * moved) / (torch.exp(30 * moved) + remaining)))
     return sum(losses) / len(losses)
 
 
@@ -241,16 +241,19 @@ def csl(
         descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t(), labels, strict=True
     ):
         for classes, margin in zip(levels.t(), MARGINS, strict=False):
-            others = [k for k in range(len(proxies)) if classes[k] != classes[label]]
+            remaining = [k for k in range(len(proxies)) if classes[k] != classes[label]]
             losses.append(
                 torch.log(
                     1
                     + sum(
-                        (torch.exp(32 * (row[k] + margin - row[label])) for k in others), 0 * row[0]
+                        (torch.exp(32 * (row[k] + margin - row[label])) for k in remaining),
+                        0 * row[0],
                     )
                 )
             )
             weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
     return (
-        sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight) * levels.shape[1]
+        sum(w * item for w, item in zip(weight, losses, strict=True))
+        / sum(weight)
+        * levels.shape[1]
     )

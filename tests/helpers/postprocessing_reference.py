@@ -105,14 +105,14 @@ def expanded(queries, gallery, neighbours, power, exclude_self):
     return unit(np.array(result))
 
 
-def first_ranking(query, gallery, size, own):
+def first_ranking(query, gallery, size, own_row):
     similarities = gallery.astype(np.float64) @ query.astype(np.float64)
-    return [row for row in np.argsort(-similarities, kind="stable") if row != own][:size]
+    return [row for row in np.argsort(-similarities, kind="stable") if row != own_row][:size]
 
 
-def k_reciprocal(query, gallery, size, own, neighbours, smoothing, original_weight):
+def k_reciprocal(query, gallery, size, own_row, neighbours, smoothing, original_weight):
     """Zhong et al. 2017, eq. 3 to 12, by sets, among the query (node 0) and the head."""
-    head = first_ranking(query, gallery, size, own)
+    head = first_ranking(query, gallery, size, own_row)
     nodes = np.vstack([query, gallery[head]]).astype(np.float64)
     distance = (1 - nodes @ nodes.T) / 2
     total = range(len(nodes))

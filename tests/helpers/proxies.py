@@ -37,10 +37,10 @@ def proxy(server: str, path: str) -> Iterator[str]:
             answer = await client.request(
                 request.method, url, content=await request.body(), headers=headers
             )
-        kept = {
+        kept_rows = {
             name: value for name, value in answer.headers.items() if name not in OF_A_CONNECTION
         }
-        return Response(answer.content, answer.status_code, kept)
+        return Response(answer.content, answer.status_code, kept_rows)
 
     app = Starlette(routes=[Route(path + "{rest:path}", forward, methods=["GET", "POST"])])
     listening = socket.create_server(("127.0.0.1", 0))

@@ -25,10 +25,10 @@ from distap.world import World, joined_world
 HELPERS = Path(__file__).parent
 
 
-def skip_if_fast(what: str) -> None:
+def skip_if_fast(item: str) -> None:
     """Skip the present test under `launch/test --fast`, which starts no processes."""
     if "DISTAP_FAST_TESTS" in os.environ:
-        pytest.skip(f"starts {what}, which --fast leaves out")
+        pytest.skip(f"starts {item}, which --fast leaves out")
 
 
 def server() -> ForkServerContext:
@@ -93,10 +93,12 @@ def _answer(pipe: Connection, timeout: float) -> Any:
         return RankFailedError("a rank ended without an answer")
 
 
-def _fork(pipes: Sequence[Connection], *given: Any) -> None:
+def _fork(pipes: Sequence[Connection], *arguments: Any) -> None:
     """Fork the ranks from a process that has imported what their function needs, once for all."""
     for rank in range(len(pipes)):
-        get_context("fork").Process(target=_run, args=(os.getpid(), rank, pipes, *given)).start()
+        get_context("fork").Process(
+            target=_run, args=(os.getpid(), rank, pipes, *arguments)
+        ).start()
     for pipe in pipes:
         pipe.close()
 

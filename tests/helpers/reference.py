@@ -172,8 +172,8 @@ def smooth_ap(positives: Tensor, negatives: Tensor, tau: float = 0.01) -> Tensor
     """Brown et al. 2020, eq. 5 to 8."""
     precisions = []
     for k, positive in enumerate(positives):
-        others = torch.cat([positives[:k], positives[k + 1 :]])
-        among_positives = 1 + torch.sigmoid((others - positive) / tau).sum()
+        other_rows = torch.cat([positives[:k], positives[k + 1 :]])
+        among_positives = 1 + torch.sigmoid((other_rows - positive) / tau).sum()
         among_all = among_positives + torch.sigmoid((negatives - positive) / tau).sum()
         precisions.append(among_positives / among_all)
     return 1 - torch.stack(precisions).mean()
@@ -191,8 +191,8 @@ def sup_ap(
     """Ramzi et al. 2021, eq. 4 and 5."""
     precisions = []
     for k, positive in enumerate(positives):
-        others = torch.cat([positives[:k], positives[k + 1 :]])
-        among_positives = 1 + (others >= positive).sum()
+        other_rows = torch.cat([positives[:k], positives[k + 1 :]])
+        among_positives = 1 + (other_rows >= positive).sum()
         before = sum(
             (step(t, tau, rho, delta, offset, start) for t in negatives - positive), 0 * positive
         )
@@ -294,7 +294,9 @@ def triplet(
     """
     losses = []
     if mining == "all":
-        near, far = (distance(each) ** (2 if squared else 1) for each in (negatives, positives))
+        near, far = (
+            distance(element) ** (2 if squared else 1) for element in (negatives, positives)
+        )
         violations = (far[:, None] - near[None]).flatten()
         if margin is None:
             return (
@@ -329,7 +331,7 @@ def proxies(
             near.append(
                 -((descriptor - direction) ** 2).sum() if squared else descriptor @ direction
             )
-        exponentials = [(one / temperature).exp() for one in near]
+        exponentials = [(item / temperature).exp() for item in near]
         losses.append(-torch.log(exponentials[label] / torch.stack(exponentials).sum()))
     return torch.stack(losses).mean()
 

@@ -34,7 +34,7 @@ def mean(values: Sequence[float]) -> float:
 
 def figure_of(name: str, relevance: Sequence[int]) -> float:
     """A figure of one query from its definition, by the relevance of each place of its ranking."""
-    right = [bool(one) for one in relevance]
+    right = [bool(item) for item in relevance]
     count = sum(right)
     k = int("".join(filter(str.isdigit, name)) or 0)
     at_hits = [sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit]
@@ -90,8 +90,8 @@ def trapezoid_average_precision(right: list[bool]) -> float:
     recall = 0.0
     precision = 1.0
     for place in range(1, len(right) + 1):
-        found = sum(right[:place])
-        area += (found / sum(right) - recall) * (precision + found / place) / 2
-        recall = found / sum(right)
-        precision = found / place
+        actual = sum(right[:place])
+        area += (actual / sum(right) - recall) * (precision + actual / place) / 2
+        recall = actual / sum(right)
+        precision = actual / place
     return area

@@ -49,8 +49,8 @@ def write_run(folder: Path, steps: int | list[dict] = 24, validated: bool = True
     if validated:
         figures = {0: FIGURES, last: {name: value + 0.1 for name, value in FIGURES.items()}}
         lines = lines + [
-            {"step": number, "validation": each, "seconds": {"evaluation": 1.0}}
-            for number, each in figures.items()
+            {"step": number, "validation": element, "seconds": {"evaluation": 1.0}}
+            for number, element in figures.items()
         ]
     settings = {
         "run": str(folder),
@@ -80,25 +80,25 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
     random = np.random.default_rng(seed)
     names = np.array([f"class-{name}" for name in range(5)]) if index is None else index.class_name
     label = random.integers(0, 5, 40) if index is None else index.label.astype(np.int64)
-    others = [random.permutation(np.delete(np.arange(40), row))[:6] for row in range(40)]
+    other_rows = [random.permutation(np.delete(np.arange(40), row))[:6] for row in range(40)]
     return Retrieved(
         sample=np.arange(40) * (3 if index is None else 1),
         key=np.array([f"key-{row}" for row in range(40)]) if index is None else index.key,
         class_name=names[label],
         average_precision=random.random(40).round(1),
         first_positive=random.integers(0, 4, 40),
-        neighbours=np.stack(others),
+        neighbours=np.stack(other_rows),
     )
 
 
 def write_retrieved(
-    run: Path, step: int, each: Retrieved, figures: dict[str, float] = FIGURES, **about
+    run: Path, step: int, element: Retrieved, figures: dict[str, float] = FIGURES, **record
 ) -> Path:
     """Keep an evaluation in a run; its folder."""
     gain = 0.1 * bool(step)
     folder = folder_of_step(run, step)
-    about = {"data": "d", "fingerprint": "f", "images": 40, **about}
+    record = {"data": "d", "fingerprint": "f", "images": 40, **record}
     figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
-    queries = int((each.first_positive > 0).sum())
-    Evaluation(figures=figures, queries=queries, hits=each, **about).save(folder, step=step)
+    queries = int((element.first_positive > 0).sum())
+    Evaluation(figures=figures, queries=queries, hits=element, **record).save(folder, step=step)
     return folder

@@ -47,8 +47,8 @@ class WebServer(ThreadingHTTPServer):
 
     def options(self, scheme: str) -> dict[str, dict[str, object]]:
         """What fsspec's configuration needs to reach it."""
-        own = {"http": {}, "s3": {"anon": True}, "gs": {"token": "anon"}}[scheme]
-        return {} if scheme == "http" else {scheme: {"endpoint_url": self.url, **own}}
+        settings = {"http": {}, "s3": {"anon": True}, "gs": {"token": "anon"}}[scheme]
+        return {} if scheme == "http" else {scheme: {"endpoint_url": self.url, **settings}}
 
     def next_fault(self, request: str) -> str:
         with self._lock:
@@ -159,8 +159,8 @@ def free_ports(count: int) -> int:
     beginning = 20_000 + os.getpid() % 1000 * 10  # tests run side by side
     for port in range(beginning, 32_000, count):
         with ExitStack() as stack, suppress(OSError):
-            for one in range(port, port + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", one))
+            for index in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", index))
             return port
     raise AssertionError("no ports are free")
 

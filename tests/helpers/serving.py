@@ -64,11 +64,11 @@ def resident(pid: int, name: str = "VmRSS") -> int:
 
 def body(image: bytes, name: str = "image") -> bytes:
     """A multipart body as a browser sends it."""
-    about = (
+    record = (
         f'Content-Disposition: form-data; name="{name}"; filename="../../x.png"\r\nContent-Type:'
         " image/png"
     )
-    return f"--{BOUNDARY}\r\n{about}\r\n\r\n".encode() + image + f"\r\n--{BOUNDARY}--\r\n".encode()
+    return f"--{BOUNDARY}\r\n{record}\r\n\r\n".encode() + image + f"\r\n--{BOUNDARY}--\r\n".encode()
 
 
 def bomb(width: int = 60_000, height: int = 60_000) -> bytes:

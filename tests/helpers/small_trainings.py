@@ -48,11 +48,11 @@ def parameters(run):
     return found_checkpoint(run).tensors("network.")
 
 
-def are_same(one, other):
+def are_same(item, other):
     """Whether two runs have the same parameters, bit for bit. Each is read once: it takes as long
     as a step.
     """
-    ours = parameters(one)
+    ours = parameters(item)
     theirs = parameters(other)
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours

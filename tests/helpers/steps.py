@@ -13,9 +13,9 @@ from distap.training.learner import Learner, TrainingStep
 from distap.world import World
 
 
-def learning(network: nn.Module, optimizer: Optimizer, world: World, **more: Any) -> Learner:
+def learning(network: nn.Module, optimizer: Optimizer, world: World, **options: Any) -> Learner:
     """Let an optimiser move a network, a whole copy of which is on every rank."""
-    return DDPSettings().build(network, lambda: optimizer, world, **more)
+    return DDPSettings().build(network, lambda: optimizer, world, **options)
 
 
 def step_with(
@@ -24,9 +24,9 @@ def step_with(
     world: World,
     seed: int,
     sizes: MicroBatchSizes,
-    *more: Any,
+    *extra_items: Any,
     **options: Any,
 ) -> TrainingStep:
     return TrainingStep(
-        ThreeStages(learner.replica, loss, world, seed, sizes, *more, **options), learner
+        ThreeStages(learner.replica, loss, world, seed, sizes, *extra_items, **options), learner
     )

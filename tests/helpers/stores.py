@@ -36,8 +36,8 @@ def list_checkpoints(folder):
 
 def newest_on_disk(run, world=None):
     """The newest good checkpoint of a run."""
-    with newest_checkpoint(checkpoints_of(run), Path(), world or World()) as found:
-        return found
+    with newest_checkpoint(checkpoints_of(run), Path(), world or World()) as checkpoint:
+        return checkpoint
 
 
 def found_checkpoint(path, best=False):

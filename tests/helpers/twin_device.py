@@ -202,14 +202,14 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
     device = kwargs.get("device")
     is_made_here = device is not None and torch.device(device).type == NAME
     if func is aten.is_pinned.default:
         return _is_pinned(args[0])
     if func is aten._pin_memory.default:
         return _pin(args[0].clone())
-    if not is_made_here and not any(isinstance(one, Twin) for one in tensors):
+    if not is_made_here and not any(isinstance(tensor, Twin) for tensor in tensors):
         pins = kwargs.pop("pin_memory", None)
         made = func(*args, **kwargs)
         return _pin(made) if pins else made
@@ -223,17 +223,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 _wait(f"{func} by a mask")
             elif not isinstance(index, Twin):
                 _wait(f"{func} by numbers on the CPU")
-    elif any(not isinstance(one, Twin) and one.dim() for one in tensors):
+    elif any(not isinstance(tensor, Twin) and tensor.dim() for tensor in tensors):
         raise WrongDeviceError(
-            f"{func}: {[(str(one.device), tuple(one.shape)) for one in tensors]}"
+            f"{func}: {[(str(tensor.device), tuple(tensor.shape)) for tensor in tensors]}"
         )
     if is_made_here:
         kwargs = kwargs | {"device": torch.device("cpu")}
-    found = func(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
+    actual = func(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
     return (
-        return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, Twin, found))
+        return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, Twin, actual))
         if tensors
-        else Twin(found)
+        else Twin(actual)
     )
 
 
@@ -262,5 +262,5 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any], is_made_here: bool) -> A
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
-    found = func(values(source), *args[1:], **kwargs)
-    return Twin(found) if to_device else found
+    actual = func(values(source), *args[1:], **kwargs)
+    return Twin(actual) if to_device else actual

@@ -60,7 +60,7 @@ def built(folder: str) -> str:
 
 def objects_in(folder: str) -> dict[str, Any]:
     """The objects of a build by kind, in its order."""
-    return {one["kind"]: one for one in yaml.safe_load_all(built(folder))}
+    return {entry["kind"]: entry for entry in yaml.safe_load_all(built(folder))}
 
 
 def job_of(objects: dict[str, Any]) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def job_of(objects: dict[str, Any]) -> dict[str, Any]:
 
 def variables_of(container: dict[str, Any], labels: dict[str, str]) -> dict[str, str]:
     """Variables of a container as the kubelet resolves them, in order."""
-    found = {"NAMESPACE": "research"}
+    actual = {"NAMESPACE": "research"}
     for entry in container["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         label = re.search(r"labels\['(.+)'\]", path)
-        found[entry["name"]] = (
-            labels[label[1]] if label else expanded(entry.get("value", "research"), found)
+        actual[entry["name"]] = (
+            labels[label[1]] if label else expanded(entry.get("value", "research"), actual)
         )
-    return found
+    return actual
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
@@ -98,14 +98,16 @@ def check_schemas(objects: dict[str, Any]) -> None:
     # takes a second, which workers without these tests save
     from kubeflow_trainer_api import models
 
-    for kind, one in objects.items():
+    for kind, entry in objects.items():
         # the models drop what they do not know, so nothing may be lost on the way
         if kind in MODELS:
             version, model = MODELS[kind]
-            assert one["apiVersion"] == version
-            assert leaves(one) - leaves(getattr(models, model).from_dict(one).to_dict()) == set()
+            assert entry["apiVersion"] == version
+            assert (
+                leaves(entry) - leaves(getattr(models, model).from_dict(entry).to_dict()) == set()
+            )
         else:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+            kubernetes_validate.validate(entry, KUBERNETES, strict=True)
     if "Deployment" not in objects:
         job = {
             "apiVersion": "batch/v1",
@@ -126,11 +128,11 @@ def check_pods(objects: dict[str, Any]) -> None:
     pod = job["template"]["spec"]
     name = labels["app.kubernetes.io/instance"]
     named = [
-        one["metadata"]
-        for kind, one in objects.items()
+        entry["metadata"]
+        for kind, entry in objects.items()
         if kind not in ("ConfigMap", "PriorityClass")
     ]
-    assert {(one["name"], one["namespace"]) for one in named} == {(name, "research")}
+    assert {(entry["name"], entry["namespace"]) for entry in named} == {(name, "research")}
     selectors = [
         policy["podSelector"],
         policy["ingress"][0]["from"][0]["podSelector"],
@@ -139,7 +141,7 @@ def check_pods(objects: dict[str, Any]) -> None:
     selectors += (
         [{"matchLabels": objects["Service"]["spec"]["selector"]}] if "Service" in objects else []
     )
-    assert all(one["matchLabels"].items() <= labels.items() for one in selectors)
+    assert all(entry["matchLabels"].items() <= labels.items() for entry in selectors)
     assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == name
     assert all(not lets_out(policy, address) for address in METADATA)
     assert lets_out(policy, "52.216.0.1") and lets_out(policy, "2600:1fa0::1")
@@ -153,10 +155,10 @@ def check_pods(objects: dict[str, Any]) -> None:
         requests = container["resources"]["requests"]
         limits = container["resources"]["limits"]
         assert limits.items() <= requests.items()
-        sizes = [one["emptyDir"] for one in volumes.values() if "emptyDir" in one]
-        disk = sum(quantity(one["sizeLimit"]) for one in sizes if "medium" not in one)
+        sizes = [entry["emptyDir"] for entry in volumes.values() if "emptyDir" in entry]
+        disk = sum(quantity(entry["sizeLimit"]) for entry in sizes if "medium" not in entry)
         assert disk <= quantity(requests["ephemeral-storage"])
-        assert sum(quantity(one["sizeLimit"]) for one in sizes if "medium" in one) < quantity(
+        assert sum(quantity(entry["sizeLimit"]) for entry in sizes if "medium" in entry) < quantity(
             limits["memory"]
         )
         ports = container.get("ports", [])
@@ -178,11 +180,11 @@ def lets_out(policy: dict[str, Any], address: str) -> bool:
     for rule in policy["egress"]:
         if {"protocol": "TCP", "port": 443} in rule.get("ports", ()):
             for block in (peer["ipBlock"] for peer in rule["to"]):
-                whole, *parts = (
-                    ip_address(address) in ip_network(one)
-                    for one in (block["cidr"], *block["except"])
+                whole, *exceptions = (
+                    ip_address(address) in ip_network(item)
+                    for item in (block["cidr"], *block["except"])
                 )
-                if whole and not any(parts):
+                if whole and not any(exceptions):
                     return True
     return False
 
@@ -207,7 +209,10 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     variables = variables_of(container, labels)
     first = f"{name}-0.{pod.get('subdomain')}"
     port = str(
-        next((one["containerPort"] for one in container["ports"] if one["name"] == "meeting"), "")
+        next(
+            (entry["containerPort"] for entry in container["ports"] if entry["name"] == "meeting"),
+            "",
+        )
     )
     if "Job" not in objects:
         first = f"{name}-node-0-0.{name}"
@@ -259,8 +264,8 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
         container["resources"]["requests"]["cpu"]
     )
 
-    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
-    volumes = {one["name"]: one for one in pod["volumes"]}
+    mounts = {entry["mountPath"]: entry for entry in container["volumeMounts"]}
+    volumes = {entry["name"]: entry for entry in pod["volumes"]}
     config = objects["ConfigMap"]
     volume = volumes[mounts["/etc/distap"]["name"]]
     assert volume["configMap"]["name"] == config["metadata"]["name"]
@@ -280,15 +285,15 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     assert ranks * share < quantity(volumes["spool"]["emptyDir"]["sizeLimit"])
 
     metrics = {
-        one["name"]: one["containerPort"]
-        for one in container["ports"]
-        if one["name"].startswith("metrics-")
+        entry["name"]: entry["containerPort"]
+        for entry in container["ports"]
+        if entry["name"].startswith("metrics-")
     }
     assert metrics == {f"metrics-{rank}": recipe.metrics.port + rank for rank in range(ranks)}
     assert recipe.metrics.address == "0.0.0.0"
     assert set(metrics) <= {endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]}
     (opened,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"]
-    assert all(opened["port"] <= one <= opened["endPort"] for one in metrics.values())
+    assert all(opened["port"] <= entry <= opened["endPort"] for entry in metrics.values())
     for probe in (container["startupProbe"], container["livenessProbe"]):
         assert probe["periodSeconds"] * probe["failureThreshold"] > 3 * recipe.timeout_seconds
     grace = recipe.stop.grace_seconds
@@ -298,7 +303,7 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_all_hosts_get_the_secret_of_the_ranks_if_there_is_one(overlay):
     (container,) = job_of(objects_in(f"overlays/{overlay}"))["template"]["spec"]["containers"]
-    [secret] = [one["valueFrom"] for one in container["env"] if one["name"] == SECRET]
+    [secret] = [entry["valueFrom"] for entry in container["env"] if entry["name"] == SECRET]
     assert secret == {"secretKeyRef": {"name": "distap-secret", "key": SECRET, "optional": True}}
 
 
@@ -310,10 +315,10 @@ def test_the_commands_of_a_task_are_those_of_distap(task):
     labels = template["metadata"]["labels"]
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert container["command"] == ["tini", "--", "distap"]
-        name, *rest = (
+        name, *arguments = (
             expanded(word, variables_of(container, labels)) for word in container["args"]
         )
-        options = typer.main.get_command(app).commands[name].make_context(name, rest).params
+        options = typer.main.get_command(app).commands[name].make_context(name, arguments).params
     if task == "serve":
         (port,) = container["ports"]
         assert (port["name"], port["containerPort"]) == ("http", options["port"])
@@ -336,7 +341,10 @@ def test_the_claims_are_valid_and_those_that_pods_mount():
     claims = list(yaml.safe_load_all(built("storage")))
     for claim in claims:
         kubernetes_validate.validate(claim, KUBERNETES, strict=True)
-    for folder in [*(f"overlays/{one}" for one in OVERLAYS), *(f"tasks/{one}" for one in TASKS)]:
+    for folder in [
+        *(f"overlays/{item}" for item in OVERLAYS),
+        *(f"tasks/{item}" for item in TASKS),
+    ]:
         mounted = set(re.findall(r"claimName: (\S+)", built(folder)))
         assert mounted <= {claim["metadata"]["name"] for claim in claims}
 

@@ -23,7 +23,7 @@ def compose_text(**environment: str) -> str:
     """The file with its variables filled in, as compose does it."""
     text = (FOLDER / "compose.yaml").read_text()
     filled = re.sub(
-        r"\$\{(\w+):-([^}]*)\}", lambda found: environment.get(found[1], found[2]), text
+        r"\$\{(\w+):-([^}]*)\}", lambda actual: environment.get(actual[1], actual[2]), text
     )
     return filled.replace("$$", "$")
 
@@ -50,8 +50,8 @@ def test_every_service_is_locked_down_answers_this_machine_only_and_says_when_it
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
         # Those that are built here have the health check of the Dockerfile.
         assert "build" in service or service["healthcheck"]["test"], name
-        for other, how in service.get("depends_on", {}).items():
-            assert other in services and how["condition"] == "service_healthy", (name, other)
+        for other, options in service.get("depends_on", {}).items():
+            assert other in services and options["condition"] == "service_healthy", (name, other)
 
 
 def test_what_is_mounted_is_there(services):
@@ -131,7 +131,7 @@ def test_prometheus_takes_its_settings_with_the_rules_and_targets_that_its_servi
     )
     (tmp_path / "prometheus.yml").write_text(settings)
     targets = yaml.safe_load((tmp_path / "targets.yaml").read_text())
-    assert [one["targets"] for one in targets] == [
+    assert [entry["targets"] for entry in targets] == [
         [f"training:{port}"] for port in (9400, 9401, 9402)
     ]
     assert services["train"]["networks"]["default"]["aliases"] == ["training"]

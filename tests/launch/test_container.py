@@ -64,8 +64,8 @@ class Engine:
 
     def inspect(self, kind: str, name: str) -> dict[str, Any]:
         """What podman knows of an image or a container."""
-        [found] = json.loads(self.call("inspect", "--type", kind, name))
-        return dict(found)
+        [actual] = json.loads(self.call("inspect", "--type", kind, name))
+        return dict(actual)
 
     def build(self) -> None:
         """Make the image from the repository, on a base that Debian's packages make."""
@@ -133,13 +133,15 @@ def options_of_pod(pod: Mapping[str, Any], volumes: Mapping[str, str]) -> list[s
     """
     [container] = pod["containers"]
     whole = pod["securityContext"]
-    own = container["securityContext"]
+    context = container["securityContext"]
     # podman's default as well
     assert whole["runAsNonRoot"] and whole["seccompProfile"] == {"type": "RuntimeDefault"}
     options = [f"--user={whole['runAsUser']}:{whole['runAsGroup']}"]
-    options += [f"--cap-drop={capability}" for capability in own["capabilities"]["drop"]]
-    options += ["--read-only", "--read-only-tmpfs=false"] if own["readOnlyRootFilesystem"] else []
-    options += [] if own["allowPrivilegeEscalation"] else ["--security-opt=no-new-privileges"]
+    options += [f"--cap-drop={capability}" for capability in context["capabilities"]["drop"]]
+    options += (
+        ["--read-only", "--read-only-tmpfs=false"] if context["readOnlyRootFilesystem"] else []
+    )
+    options += [] if context["allowPrivilegeEscalation"] else ["--security-opt=no-new-privileges"]
     options += [f"--env={entry['name']}={entry['value']}" for entry in container["env"]]
     options += [f"--memory={container['resources']['limits']['memory'].removesuffix('i').lower()}"]
     kinds = {volume["name"]: volume for volume in pod["volumes"]}
@@ -189,8 +191,8 @@ def _pip_settings(folder: Path) -> Sequence[str]:
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
-    found = dict(line.split("=", 1) for line in listed.stdout.splitlines())
-    values = {name.split(".")[-1]: value.strip("'") for name, value in found.items()}
+    actual = dict(line.split("=", 1) for line in listed.stdout.splitlines())
+    values = {name.split(".")[-1]: value.strip("'") for name, value in actual.items()}
     mounts = []
     settings = {"timeout": values.get("default-timeout", "60")}
     for name in ("index-url", "proxy", "trusted-host"):
@@ -224,7 +226,8 @@ class Pods:
         self.hosts = hosts
         self.folder = folder
         objects = {
-            (found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(built)
+            (actual["kind"], actual["metadata"]["name"]): actual
+            for actual in yaml.safe_load_all(built)
         }
         job = objects["Job", NAME]
         self.spec = job["spec"]["template"]["spec"]
@@ -232,24 +235,25 @@ class Pods:
             entry.setdefault(
                 "value", job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"]
             )
-        [recipe] = [found["data"] for (kind, _), found in objects.items() if kind == "ConfigMap"]
+        [recipe] = [actual["data"] for (kind, _), actual in objects.items() if kind == "ConfigMap"]
         self.runs = folder / "runs"
         data = folder / "data"
         shutil.copytree(shards, data)
         data.chmod(0o755)  # pytest's own folders are root's alone
         for number in range(job["spec"]["completions"]):
-            kept = {name: folder / f"{name}-{number}" for name in ("recipe", "spool", "tmp")} | {
-                "runs": self.runs
-            }
-            for name, place in kept.items():
+            kept_names = {
+                name: folder / f"{name}-{number}" for name in ("recipe", "spool", "tmp")
+            } | {"runs": self.runs}
+            for name, place in kept_names.items():
                 place.mkdir(parents=True, exist_ok=True)
                 if name != "recipe":
                     os.chown(place, -1, self.spec["securityContext"]["fsGroup"])
                     place.chmod(0o2775)
             for key, text in recipe.items():
-                (kept["recipe"] / key).write_text(text)
+                (kept_names["recipe"] / key).write_text(text)
             self._start(
-                number, {"data": str(data), **{name: str(place) for name, place in kept.items()}}
+                number,
+                {"data": str(data), **{name: str(place) for name, place in kept_names.items()}},
             )
 
     def _start(self, number: int, volumes: dict[str, str]) -> None:
@@ -293,9 +297,9 @@ class Pods:
     def wait_until(self, holds: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
-            said = "\n".join(self.said(number)[-4000:] for number in range(2))
-            assert self.podman.call("ps", "--quiet").count("\n") == 1, f"one has ended: {said}"
-            assert time.monotonic() < deadline, f"not within {seconds} s: {said}"
+            output = "\n".join(self.said(number)[-4000:] for number in range(2))
+            assert self.podman.call("ps", "--quiet").count("\n") == 1, f"one has ended: {output}"
+            assert time.monotonic() < deadline, f"not within {seconds} s: {output}"
             time.sleep(0.5)
 
 
@@ -395,6 +399,8 @@ def test_the_image_lists_what_is_in_it(podman):
         "--entrypoint=cat",
     ]
     bill = json.loads(podman.call("run", *alone, IMAGE, "/opt/distap/sbom.cdx.json"))
-    listed = {canonicalize_name(part["name"]): part["version"] for part in bill["components"]}
+    listed = {
+        canonicalize_name(package["name"]): package["version"] for package in bill["components"]
+    }
     locked = pins("core", "s3", "gcs", "http", "cpu")
     assert "torch" in locked and {name: listed.get(name) for name in locked} == locked

@@ -58,8 +58,8 @@ def test_a_status_says_whether_the_launcher_is_started_again(tmp_path, statuses,
 
 
 def test_pauses_between_failures_double(tmp_path):
-    said = again(tmp_path, [1, 1, 1], "--attempts", "3", "--pause", "1").stderr
-    assert said.index("starting again in 1 s") < said.index("starting again in 2 s"), said
+    output = again(tmp_path, [1, 1, 1], "--attempts", "3", "--pause", "1").stderr
+    assert output.index("starting again in 1 s") < output.index("starting again in 2 s"), output
     # Nor does a start that waits in vain for other hosts count as one that ran well.
     assert int((LAUNCH / "again").read_text().partition("\nSETTLED=")[2].split()[0]) >= 1200
 
@@ -79,15 +79,15 @@ def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(
     """With stand-ins for the commands of Slurm; tests/launch/test_slurm.py has a real one."""
     for name in ("scontrol", "srun"):
         script_in(tmp_path, name, f'[ {name} = scontrol ] || exit "$STATUS"')
-    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
-    known |= os.environ | {
+    names = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    names |= os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
     }
     seen = []
     with (tmp_path / "log").open("a") as log:
         for start, status in enumerate(statuses):
-            environment = known | {"SLURM_RESTART_COUNT": str(start), "STATUS": str(status)}
+            environment = names | {"SLURM_RESTART_COUNT": str(start), "STATUS": str(status)}
             command = ["bash", LAUNCH / "slurm/train.sbatch", "recipe.yaml"]
             seen.append(subprocess.run(command, env=environment, stdout=log, stderr=log).returncode)
     assert seen == left, (tmp_path / "log").read_text()
@@ -96,12 +96,12 @@ def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(
 def test_all_nodes_of_a_batch_job_get_one_random_secret(tmp_path):
     script_in(tmp_path, "scontrol", "echo n")
     script_in(tmp_path, "srun", 'echo "$DISTAP_SECRET" >> secrets')
-    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
-    known |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    for given in ({}, {}, {"DISTAP_SECRET": "given"}):
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    for inputs in ({}, {}, {"DISTAP_SECRET": "given"}):
         with (tmp_path / "log").open("a") as log:
             command = ["bash", LAUNCH / "slurm/train.sbatch", "recipe.yaml"]
-            subprocess.run(command, env=known | given, stdout=log, stderr=log, check=True)
+            subprocess.run(command, env=environment | inputs, stdout=log, stderr=log, check=True)
     first, second, last = (tmp_path / "secrets").read_text().split()
     assert len(first) == len(second) == 64 and first != second and last == "given"
 
@@ -156,8 +156,8 @@ def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
 
 
 def test_several_hosts_meet_where_they_are_told_to():
-    given = ["--nodes", "4", "--node", "3", "--host", "10.77.9.1:555", "--ranks", "2"]
-    line = " ".join(told("train-multi-node", *given))
+    arguments = ["--nodes", "4", "--node", "3", "--host", "10.77.9.1:555", "--ranks", "2"]
+    line = " ".join(told("train-multi-node", *arguments))
     assert (
         "--nnodes=4 --nproc-per-node=2 --node-rank=3 --master-addr=10.77.9.1 --master-port=555"
         in line
@@ -217,7 +217,7 @@ def test_a_mistake_on_the_command_line_is_named(script, arguments, reason):
 @pytest.mark.parametrize("script", ["again", "train-one-node", "train-multi-node"])
 def test_the_help_names_every_option_that_is_read(script):
     text = (LAUNCH / script).read_text()
-    said = subprocess.run(
+    output = subprocess.run(
         [LAUNCH / script, "--help"], check=True, capture_output=True, text=True
     ).stdout
     read = {
@@ -227,7 +227,7 @@ def test_the_help_names_every_option_that_is_read(script):
         for word in line.strip().split(")")[0].split(" | ")
     }
     options = {word for word in read if word.startswith("--") and word != "--*"}
-    assert options and all(option in said for option in options - {"--help"})
+    assert options and all(option in output for option in options - {"--help"})
 
 
 def test_the_scripts_have_no_mistake_that_shellcheck_knows():

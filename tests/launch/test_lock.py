@@ -24,13 +24,13 @@ def needed(requirement: Requirement, seen: set[tuple[str, str]]) -> set[tuple[st
         if (name, extra) not in seen:
             seen.add((name, extra))
             for line in requires(name) or ():
-                one = Requirement(line)
+                item = Requirement(line)
                 if (
-                    one.marker is None
-                    or one.marker.evaluate({"extra": extra})
-                    or one.marker.evaluate({"extra": ""})
+                    item.marker is None
+                    or item.marker.evaluate({"extra": extra})
+                    or item.marker.evaluate({"extra": ""})
                 ):
-                    needed(one, seen)
+                    needed(item, seen)
     return seen
 
 

@@ -80,9 +80,9 @@ class Slurm:
     def wait_until(self, holds, log, seconds=PATIENCE):
         deadline = time.monotonic() + seconds
         while not holds():
-            said = log.read_text() if log.exists() else "nothing"
+            output = log.read_text() if log.exists() else "nothing"
             assert time.monotonic() < deadline, (
-                f"not within {seconds} s: {said}\n{self.call('squeue')}"
+                f"not within {seconds} s: {output}\n{self.call('squeue')}"
             )
             time.sleep(0.1)
 

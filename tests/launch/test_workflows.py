@@ -31,16 +31,18 @@ RELEASED = ("distap/__init__.py", "CITATION.cff", "CHANGELOG.md", "launch/check-
 
 
 def named(pattern: str) -> list[str]:
-    return [found for path in FILES.values() for found in re.findall(pattern, path.read_text())]
+    return [matches for path in FILES.values() for matches in re.findall(pattern, path.read_text())]
 
 
 def test_the_oldest_and_newest_python_and_torch_of_pyproject_are_tested():
     of_classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert PROJECT["requires-python"] == f">={of_classifiers[0]}"
     (torch,) = (
-        one for line in PROJECT["dependencies"] if (one := Requirement(line)).name == "torch"
+        requirement
+        for line in PROJECT["dependencies"]
+        if (requirement := Requirement(line)).name == "torch"
     )
-    bounds = {found.operator: Version(found.version) for found in torch.specifier}
+    bounds = {actual.operator: Version(actual.version) for actual in torch.specifier}
     oldest = bounds[">="]
     newest = bounds["<"]
     assert JOBS["tests.yml", "bounds"]["strategy"]["matrix"]["include"] == [
@@ -64,8 +66,8 @@ def test_every_action_is_pinned_by_its_commit_and_no_job_may_write_what_is_not_l
     assert all(
         workflow["permissions"] in ({}, {"contents": "read"}) for workflow in WORKFLOWS.values()
     )
-    given = [access for job in JOBS.values() for access in job.get("permissions", {}).items()]
-    assert sorted(name for name, access in given if access == "write") == [
+    inputs = [access for job in JOBS.values() for access in job.get("permissions", {}).items()]
+    assert sorted(name for name, access in inputs if access == "write") == [
         *("attestations", "id-token", "id-token", "packages")
     ]
 

@@ -50,8 +50,10 @@ def test_networks_of_all_kinds_are_built_describe_and_learn(backbone, size):
     assert descriptors.shape == (2, network.dimensions)
     torch.testing.assert_close(descriptors.norm(dim=1), torch.ones(2))
     (descriptors * torch.randn(descriptors.shape)).sum().backward()
-    own = [name for name, p in network.named_parameters() if p.grad is None and ".head" not in name]
-    assert own in ([], ["backbone.mask_token"])
+    own_row = [
+        name for name, p in network.named_parameters() if p.grad is None and ".head" not in name
+    ]
+    assert own_row in ([], ["backbone.mask_token"])
 
 
 def described_by(tmp_path, shards, size, **model):
@@ -189,25 +191,25 @@ def test_weights_that_would_be_lost_or_stay_random_are_named(tmp_path):
             build_network(backbone, weights(), pooling)
         assert build_network(backbone, weights(allow=("attn_pool.*",)), pooling).dimensions == 48
     other = TimmBackbone("vit_base_patch16_siglip_gap_224")
-    given = {"arguments": SMALL, "pooling": NamedPooling("native")}
+    arguments = {"arguments": SMALL, "pooling": NamedPooling("native")}
     save_file(
         {k: v for k, v in load_file(file).items() if not k.startswith(("attn", "norm"))}, file
     )
     with pytest.raises(
         DistapError, match=r"the network needs 2 tensors \(norm\.bias, norm\.weight\)"
     ):
-        build_network(other, FileWeights(file), **given)
+        build_network(other, FileWeights(file), **arguments)
     assert (
-        build_network(other, FileWeights(file, ("norm.*",)), **given)
+        build_network(other, FileWeights(file, ("norm.*",)), **arguments)
         .backbone.norm.weight.eq(1)
         .all()
     )
 
 
 def test_gem_on_signed_features_warns(tmp_path, training_shards, caplog):
-    for backbone, told in (("test_vit", True), ("test_resnet", False)):
+    for backbone, message in (("test_vit", True), ("test_resnet", False)):
         described_by(tmp_path, training_shards, 64, backbone=backbone, pooling="gem")
-        assert ("model.pooling: gem takes features below 1e-06" in caplog.text) == told
+        assert ("model.pooling: gem takes features below 1e-06" in caplog.text) == message
         caplog.clear()
 
 
@@ -284,5 +286,5 @@ def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_ca
         assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(
             network
         )
-    kept = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    assert torch.equal(kept.norm.weight, network.backbone.norm.weight)
+    kept_rows = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert torch.equal(kept_rows.norm.weight, network.backbone.norm.weight)

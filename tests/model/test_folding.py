@@ -50,8 +50,8 @@ def largest_difference(network, other, seed=5):
 )
 def test_a_folded_network_gives_the_descriptors_and_gradients_of_the_network(backbone, folds):
     network = trained_a_little(random_network(backbone, projection=16)).train()
-    other, found = folded(network)
-    assert found == folds
+    other, actual = folded(network)
+    assert actual == folds
     assert largest_difference(network, other) < 1e-5
     trained_a_little(other, seed=1)
     assert largest_difference(network, other) > 1e-3
@@ -59,9 +59,9 @@ def test_a_folded_network_gives_the_descriptors_and_gradients_of_the_network(bac
     assert largest_difference(network, other) < 1e-5
     assert largest_difference(network.eval(), other.eval()) < 1e-5
     network, gradients = network.double().train(), []
-    for one in (network, folded(network)[0]):
-        one(noise()).mul(torch.tensor([[1.0], [2.0]])).cumsum(1).sum().backward()
-        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    for weight in (network, folded(network)[0]):
+        weight(noise()).mul(torch.tensor([[1.0], [2.0]])).cumsum(1).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in weight.named_parameters()})
     for name, expected in gradients[0].items():
         assert (gradients[1][name] - expected).norm() <= 1e-9 * expected.norm(), name
 
@@ -143,8 +143,8 @@ def test_the_gradient_of_depthwise_weights_is_autograds(kernel, stride, padding,
     y = nn.functional.conv2d(x, weight, None, stride, padding, dilation, 2)
     gradient = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (expected,) = torch.autograd.grad(y, weight, gradient)
-    found = depthwise_gradient(gradient, x, kernel, stride, padding, dilation)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual_gradient = depthwise_gradient(gradient, x, kernel, stride, padding, dilation)
+    torch.testing.assert_close(actual_gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -154,25 +154,27 @@ def test_a_convolution_has_the_values_and_gradients_of_torchs(groups, kernel):
     x = torch.randn(3, 4, 9, 8).to(memory_format=torch.channels_last).requires_grad_()
     weight = torch.randn(4, 4 // groups, kernel, kernel, requires_grad=True)
     bias = torch.randn(4, requires_grad=True)
-    given = (x, weight, bias), ((2, 1), (kernel // 2, 1), (1, 1), groups)
-    ours, torchs = (function(*given[0], *given[1]) for function in (convolve, nn.functional.conv2d))
+    arguments = (x, weight, bias), ((2, 1), (kernel // 2, 1), (1, 1), groups)
+    ours, torchs = (
+        function(*arguments[0], *arguments[1]) for function in (convolve, nn.functional.conv2d)
+    )
     assert torch.equal(ours, torchs) and "_Convolution" in type(ours.grad_fn).__name__
     gradient = torch.randn_like(torchs)
-    gradients = [torch.autograd.grad(y, given[0], gradient) for y in (ours, torchs)]
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    gradients = [torch.autograd.grad(y, arguments[0], gradient) for y in (ours, torchs)]
+    for actual_gradients, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual_gradients, expected, rtol=1e-4, atol=1e-4)
     weight.requires_grad_(False)
-    (found,) = torch.autograd.grad(convolve(*given[0], *given[1]), x, gradient)
-    torch.testing.assert_close(found, gradients[1][0])
+    (actual_gradients,) = torch.autograd.grad(convolve(*arguments[0], *arguments[1]), x, gradient)
+    torch.testing.assert_close(actual_gradients, gradients[1][0])
 
 
 def test_in_bf16_the_gradient_of_a_folded_network_is_near_the_one_in_float32():
     network = random_network("tf_efficientnet_lite0", projection=16).train()
     other = folded(network)[0]
     gradients = []
-    for one, is_narrow in ((network, False), (other, True)):
+    for item, is_narrow in ((network, False), (other, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
-            found = one(noise())
-        found.cumsum(1).sum().backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in one.parameters()]))
+            actual = item(noise())
+        actual.cumsum(1).sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in item.parameters()]))
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.98

@@ -45,12 +45,12 @@ def test_one_scale_is_the_network_itself_bit_for_bit():
 def test_scales_are_averaged_as_by_a_plain_loop(projection):
     inner = network(projection)
     several = MultiScaleNetwork(inner, (1.0, 0.7071, 0.5, 1.3))
-    found = several(images())
+    actual = several(images())
     assert several.power == (1.0 if projection else 3.0)
     torch.testing.assert_close(
-        found.double(), plain(inner, images(), several.scales, several.power), atol=2e-6, rtol=0
+        actual.double(), plain(inner, images(), several.scales, several.power), atol=2e-6, rtol=0
     )
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
+    torch.testing.assert_close(actual.norm(dim=1), torch.ones(2))
 
 
 @torch.inference_mode()
@@ -97,8 +97,8 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
     with torch.no_grad():
         inner.pooling.power.fill_(2.5)
     assert MultiScaleNetwork(inner).power == 2.5
-    others = network(projection=8), network(pooling=NamedPooling("mean"))
-    assert [MultiScaleNetwork(other).power for other in others] == [1, 1]
+    remaining = network(projection=8), network(pooling=NamedPooling("mean"))
+    assert [MultiScaleNetwork(other).power for other in remaining] == [1, 1]
 
 
 # Fingerprints
@@ -127,6 +127,6 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
         other = copy.deepcopy(first)
         change(other)
         changed.append(other)
-    prints = [fingerprint(one) for one in changed]
+    prints = [fingerprint(item) for item in changed]
     assert len(set(prints)) == len(prints)
     assert all(len(text) == 64 for text in prints)

@@ -37,12 +37,12 @@ def test_a_vision_transformer_takes_images_of_any_size():
 def test_pooling_head_and_normalisation_are_float32_under_autocast(dtype):
     network = random_network("resnet10t", projection=8).train()
     seen = {}
-    for name, part in {
+    for name, module in {
         "backbone": network.backbone,
         "pooling": network.pooling,
         "head": network.head,
     }.items():
-        part.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
+        module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
     with torch.autocast("cpu", dtype):
         descriptors = network(noise())
     assert seen["backbone"].dtype == dtype

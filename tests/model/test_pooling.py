@@ -33,8 +33,10 @@ def test_the_class_token_is_timms_and_may_stand_before_the_mean():
     tokens = cls.backbone((noise().float() - cls.mean) / cls.std)
     torch.testing.assert_close(cls(noise()), normalize(tokens[:, 0]))
     assert both.dimensions == 2 * cls.dimensions
-    own = tokens[:, both.backbone.num_prefix_tokens :]
-    torch.testing.assert_close(both(noise()), normalize(torch.cat([tokens[:, 0], own.mean(1)], 1)))
+    patches = tokens[:, both.backbone.num_prefix_tokens :]
+    torch.testing.assert_close(
+        both(noise()), normalize(torch.cat([tokens[:, 0], patches.mean(1)], 1))
+    )
     assert random_network(VIT, 16, pooling=NamedPooling("cls_mean"))(noise()).shape == (2, 16)
 
 

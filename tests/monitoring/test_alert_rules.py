@@ -27,10 +27,10 @@ def test_each_alert_fires_for_the_sick_training_alone_and_not_before_its_time(tm
 
 
 def test_each_alert_is_tried_both_firing_and_silent():
-    cases = [one for case in CASES for one in yaml.safe_load(case.read_text())["tests"]]
+    cases = [item for case in CASES for item in yaml.safe_load(case.read_text())["tests"]]
     tried = {
         (entry["alertname"], bool(entry["exp_alerts"]))
-        for one in cases
-        for entry in one["alert_rule_test"]
+        for item in cases
+        for entry in item["alert_rule_test"]
     }
     assert tried == {(rule["alert"], fires) for rule in rules("alert") for fires in (True, False)}

@@ -38,7 +38,8 @@ def exported(families) -> dict[str, set[str]]:
         "info": ["_info"],
     }
     return {
-        one.name: {one.name + suffix for suffix in suffixes.get(one.type, [""])} for one in families
+        item.name: {item.name + suffix for suffix in suffixes.get(item.type, [""])}
+        for item in families
     }
 
 
@@ -57,15 +58,17 @@ def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels)
 def test_every_metric_that_is_asked_for_is_exported_or_recorded_and_rates_are_of_counters_alone(
     families, exported
 ):
-    shown = [one for expressions in panel_expressions(dashboard()).values() for one in expressions]
+    shown = [
+        item for expressions in panel_expressions(dashboard()).values() for item in expressions
+    ]
     asked = [*shown, *(rule["expr"] for rule in rules("alert") + rules("record"))]
     names = set().union(*map(names_in, asked))
     assert len(names) > 30
     assert names - {rule["record"] for rule in rules("record")} <= set().union(*exported.values())
     # Of a gauge a rate would look right, and mean nothing.
-    types = {series: one.type for one in families for series in exported[one.name]}
-    types |= {f"{one.name}_count": one.type for one in families if one.type == "histogram"}
-    rated = {name for one in asked for name in re.findall(r"(?:rate|increase)\((\w+)", one)}
+    types = {series: item.type for item in families for series in exported[item.name]}
+    types |= {f"{item.name}_count": item.type for item in families if item.type == "histogram"}
+    rated = {name for item in asked for name in re.findall(r"(?:rate|increase)\((\w+)", item)}
     assert {types[name] for name in rated} == {"counter", "summary", "histogram"}
 
 

@@ -30,14 +30,14 @@ def schemas():
     """
     if shutil.which("npm") is None or shutil.which("node") is None:
         pytest.skip("needs npm, which installs the operator's schemas")
-    about = SETUP / "node_modules" / PACKAGE / "package.json"
-    if not about.exists() or json.loads(about.read_text())["version"] != VERSION:
+    record = SETUP / "node_modules" / PACKAGE / "package.json"
+    if not record.exists() or json.loads(record.read_text())["version"] != VERSION:
         SETUP.mkdir(parents=True, exist_ok=True)
         command = ["npm", "install", f"--prefix={SETUP}", *QUIET, f"{PACKAGE}@{VERSION}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr.strip()[-300:]}")
-    return about.parent
+    return record.parent
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from distap.pages.page import TEMPLATES
 
 def test_thinning_keeps_the_mean():
     points = [(float(n), float(n % 7)) for n in range(10_000)]
-    few = thinned(points, 100)
-    assert len(few) == 100
-    assert sum(y for _, y in few) / 100 == pytest.approx(
+    small_set = thinned(points, 100)
+    assert len(small_set) == 100
+    assert sum(y for _, y in small_set) / 100 == pytest.approx(
         sum(y for _, y in points) / 10_000, rel=1e-3
     )
 
@@ -27,11 +27,11 @@ def test_marks_have_as_many_digits_as_tell_them_apart(values, in_percent, texts)
 
 
 def test_zeros_and_no_finite_points_are_told_without_an_axis():
-    for values, told in (
+    for values, message in (
         ([0.0, 0.0], "0 throughout"),
         ([None, float("nan")], "nothing to draw yet"),
     ):
         drawn = TEMPLATES.get_template("macros.html").module.chart(
             "title", Chart(list(enumerate(values)), "a")
         )
-        assert told in drawn and "<svg" not in drawn
+        assert message in drawn and "<svg" not in drawn

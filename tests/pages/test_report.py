@@ -100,14 +100,14 @@ def test_the_page_needs_no_network_and_runs_no_script(page):
 
 def test_each_picture_is_in_the_page_once(page):
     references = Page(page).references
-    pictures = [each for each in references if each.startswith("data:")]
+    pictures = [item for item in references if item.startswith("data:")]
     assert (
         len(pictures)
         == len(set(pictures))
         <= 40
         < references.count("#p0") + references.count("#p1") + 200
     )
-    assert {each for each in references if re.match("#p[0-9]", each)} == {
+    assert {item for item in references if re.match("#p[0-9]", item)} == {
         f"#p{n}" for n in range(len(pictures))
     }
 
@@ -184,7 +184,7 @@ def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, brow
     driver = browser.driver
     links = driver.find_elements("css selector", ".contents a")
     assert [link.text for link in links] == [
-        each.text for each in driver.find_elements("tag name", "h2")
+        item.text for item in driver.find_elements("tag name", "h2")
     ]
     assert (
         driver.execute_script("return document.querySelectorAll('.section:not([open])').length")
@@ -192,12 +192,15 @@ def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, brow
     )
     for link in links:
         link.click()
-        part = driver.execute_script(
+        section = driver.execute_script(
             "return document.querySelector(location.hash).closest('details')"
         )
-        assert part.get_attribute("open") and part.find_element("tag name", "h2").text == link.text
+        assert (
+            section.get_attribute("open")
+            and section.find_element("tag name", "h2").text == link.text
+        )
         top, bottom = driver.execute_script(
-            "r = arguments[0].getBoundingClientRect(); return [r.top, r.bottom]", part
+            "r = arguments[0].getBoundingClientRect(); return [r.top, r.bottom]", section
         )
         assert -1 <= top < size[1] and bottom > 0
         driver.execute_script("scrollTo(0, 0)")
@@ -225,12 +228,12 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     # When, where and with what it was trained.
     assert re.search(r"<dt>trained</dt><dd>\d{4}-\d\d-\d\d \d\d:\d\d to .* UTC<", text)
     assert f"<dt>host</dt><dd>{socket.gethostname()}, cpu<" in text
-    found = re.search("<dd>distap (.*?), torch (.*?), Python (.*?)</dd>", text)
-    assert found[2] == torch.__version__ and found[3] == platform.python_version()
+    matches = re.search("<dd>distap (.*?), torch (.*?), Python (.*?)</dd>", text)
+    assert matches[2] == torch.__version__ and matches[3] == platform.python_version()
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    release, _, of_checkout = found[1].partition("+g")
+    release, _, of_checkout = matches[1].partition("+g")
     assert release == RELEASE and commit.stdout.startswith(of_checkout.removesuffix(".dirty"))
     assert "\noptimizer:\n" in text[text.index("<h2>Recipe") :]
 
@@ -288,8 +291,8 @@ def test_evaluations_from_before_an_interruption_are_left_out(run):
     log = run / "metrics.jsonl"
     lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < 24]
     log.write_text("\n".join([*lines, ""]))
-    told = [each.step for each in (read_run(run).before, read_run(run).after) if each]
-    assert told == [0]
+    message = [element.step for element in (read_run(run).before, read_run(run).after) if element]
+    assert message == [0]
 
 
 def test_a_folder_with_another_recipe_is_refused(run):
@@ -351,9 +354,9 @@ def test_the_page_of_a_run_that_does_not_train_is_written_once(tmp_path, monkeyp
 
 def starts(run, *hosts):
     """Let a run have been started on these hosts, an hour after each other."""
-    told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11"}
+    message = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11"}
     lines = [
-        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told}
+        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **message}
         for number, host in enumerate(hosts)
     ]
     (run / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

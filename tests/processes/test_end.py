@@ -52,5 +52,5 @@ in_daemon(lambda: call_the_store(float("inf")), "a test")
 sys.argv = ["distap", "train", "no-such-recipe.yaml"]
 main()
 """
-    status, said = end_of(code, tmp_path)
-    assert status == 2 and "no such file" in " ".join(said.split())
+    status, output = end_of(code, tmp_path)
+    assert status == 2 and "no such file" in " ".join(output.split())

@@ -198,7 +198,7 @@ def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):
 
 def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
     """What Kubeflow Trainer sets, without any option."""
-    told = {
+    message = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
         "PET_MASTER_ADDR": "127.0.0.1",
@@ -206,8 +206,8 @@ def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
     }
     command = launcher("", "finish", tmp_path)
     with (
-        started(command, tmp_path / "first", PET_NODE_RANK="0", **told) as first,
-        started(command, tmp_path / "second", PET_NODE_RANK="1", **told) as second,
+        started(command, tmp_path / "first", PET_NODE_RANK="0", **message) as first,
+        started(command, tmp_path / "second", PET_NODE_RANK="1", **message) as second,
     ):
         assert (first.status(), second.status()) == (FINISHED, FINISHED)
     assert {path.name for path in tmp_path.glob("?.?")} == {"0.0", "1.0"}

@@ -154,7 +154,7 @@ def test_a_store_of_several_hosts_does_not_listen_at_the_loopback_address_of_its
     # As Debian has it: /etc/hosts maps a machine's own name to 127.0.1.1, which other hosts cannot
     # reach.
     of_name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: of_name)
     with listening_socket("host0", 0, has_others=True) as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
     with listening_socket("host0", 0, has_others=False) as listener:
@@ -166,7 +166,7 @@ def test_a_store_of_several_hosts_listens_at_all_addresses_of_a_name_that_has_se
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
         for address in ("192.0.2.1", "192.0.2.2")
     ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: of_name)
     with listening_socket("host0", 0, has_others=True) as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 

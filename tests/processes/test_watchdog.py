@@ -22,7 +22,9 @@ from distap.storage.remotes import UnreachableError
 
 def test_a_store_for_checkpoints_that_fails_is_no_lost_rank():
     assert is_of_the_network(RuntimeError("Connection reset by peer"))
-    assert not is_of_the_network(UnreachableError("Connection reset by peer"))
+    assert not is_of_the_network(
+        UnreachableError("storage.unreachable", "Connection reset by peer")
+    )
 
 
 class Held(set):
@@ -152,20 +154,23 @@ def test_no_rank_reads_the_heartbeats_of_others_while_all_go_on():
     store = CountingStore()
     watched = [watchdog(store, rank, 4) for rank in range(4)]
     while store.requests["set"] < 20:
-        for one in watched:
-            with one.collective("barrier"):
+        for engine in watched:
+            with engine.collective("barrier"):
                 pass
-    for one in watched:
-        one.stop()
+    for engine in watched:
+        engine.stop()
     assert set(store.requests) == {"set", "check", "add"}
 
 
 def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
-    for error, status in ((DistapError("no such data"), MISTAKE), (KeyError("a fault"), FAILED)):
+    for error, status in (
+        (DistapError("data.missing", "no such data"), MISTAKE),
+        (KeyError("a fault"), FAILED),
+    ):
         store = CountingStore()
         watchdog(store, 1, 2).stop(error)
-        told = json.loads(store.get("beat/1"))
-        assert told["status"] == status and told["left"].startswith(type(error).__name__)
+        message = json.loads(store.get("beat/1"))
+        assert message["status"] == status and message["left"].startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize("status", [FINISHED, RESTART, 139])

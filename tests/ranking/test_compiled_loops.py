@@ -43,9 +43,9 @@ def test_compiled_gives_what_uncompiled_gives(name, always, monkeypatch, caplog)
         rank_raw(raw, labels, name)
         monkeypatch.setattr(compiling, "PAYS_FROM_PAIRS", 2**62)
         plain, expected = rank_raw(raw, labels, name)
-    said = [record.message for record in caplog.records]
-    assert "is compiled" in said[0]
-    assert len(set(said)) == len(said)
+    output = [record.message for record in caplog.records]
+    assert "is compiled" in output[0]
+    assert len(set(output)) == len(output)
     assert ranking.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
@@ -81,10 +81,10 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_without_a_compiler_the_same_functions_run_and_each_says_so_once():
-    said = run(
+    output = run(
         WITHOUT_COMPILER, PATH="", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"
     ).splitlines()
-    warnings = [line for line in said if "failed when compiled" in line]
+    warnings = [line for line in output if "failed when compiled" in line]
     assert len(warnings) == len(set(warnings)) == 3
     assert all("compiler" in line for line in warnings)
 
@@ -102,8 +102,8 @@ def test_powers_of_two_give_what_a_sigmoid_of_each_difference_gives(spread):
     positives = torch.tensor([[1 - 2 * spread, 1 - spread, 1.0]])
     images = torch.cat([images, torch.full((1, 1), -torch.inf)], dim=1)
     count, fall = StepSums(sigmoid_step, (0.005,), 0, images, positives).counts()
-    each = torch.sigmoid((images.double() - positives.double().mT) / 0.005)
-    torch.testing.assert_close(count[0].double(), each.sum(1), rtol=1e-6, atol=0)
+    element = torch.sigmoid((images.double() - positives.double().mT) / 0.005)
+    torch.testing.assert_close(count[0].double(), element.sum(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(
-        fall[0].double(), (each * (1 - each)).sum(1) / 0.005, rtol=1e-5, atol=0
+        fall[0].double(), (element * (1 - element)).sum(1) / 0.005, rtol=1e-5, atol=0
     )

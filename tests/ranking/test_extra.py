@@ -35,13 +35,15 @@ EXTRA = {
 
 
 def by_trust(descriptors, labels):
-    others = ~torch.eye(IMAGES, dtype=torch.bool)
+    other_rows = ~torch.eye(IMAGES, dtype=torch.bool)
     pairs = [descriptors @ descriptors.t(), labels[:, None] == labels]
-    return hinge.function(*(each[others].view(IMAGES, -1) for each in pairs), EXTRA["trust"]).mean()
+    return hinge.function(
+        *(element[other_rows].view(IMAGES, -1) for element in pairs), EXTRA["trust"]
+    ).mean()
 
 
 def siglip(rows, labels):
-    images, texts = (normalize(one) for one in rows.chunk(2, dim=1))
+    images, texts = (normalize(item) for item in rows.chunk(2, dim=1))
     signs = 2.0 * (labels[:, None] == labels) - 1
     scale = torch.tensor(10.0).log().double().exp()
     return softplus(-signs * (scale * images @ texts.t() - 10)).mean()
@@ -86,14 +88,14 @@ def of_share(world, name, mode="sharded"):
     )
     network = network_of(name)
     multistage = Multistage(network, loss, MicroBatchSizes(3, keep=1), reduce=True, mode=mode)
-    images, labels = (each[share] for each in small_images(IMAGES))
+    images, labels = (element[share] for element in small_images(IMAGES))
     value = multistage(images, labels, extra={key: EXTRA[key][share] for key in names})
     value.backward()
-    return value.item(), [one.grad for one in network.parameters()]
+    return value.item(), [parameter.grad for parameter in network.parameters()]
 
 
 def on_two(world):
-    found = {
+    actual = {
         name: [of_share(world, name, mode) for mode in ("sharded", "central")] for name in CASES
     }
     with pytest.raises(
@@ -101,7 +103,7 @@ def on_two(world):
     ):
         extra = {"teacher": torch.ones(IMAGES, 5 + world.rank)}
         Multistage(small_network(), of_features)(*small_images(IMAGES), extra=extra)
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +121,10 @@ def test_tensors_of_images_and_pairs_give_the_gradient_of_the_whole_batch(reques
     of_ranks = (
         request.getfixturevalue("two_ranks") if ranks == 2 else [{name: [of_share(World(), name)]}]
     )
-    for value, gradients in (one for each in of_ranks for one in each[name]):
+    for value, gradients in (item for element in of_ranks for item in element[name]):
         assert value == pytest.approx(expected.item(), rel=1e-9)
-        for one, parameter in zip(gradients, network.parameters(), strict=True):
-            torch.testing.assert_close(one, parameter.grad, rtol=1e-9, atol=1e-12)
+        for item, parameter in zip(gradients, network.parameters(), strict=True):
+            torch.testing.assert_close(item, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_weights_of_queries_hold_with_a_memory_and_a_loss_of_descriptors_takes_none():

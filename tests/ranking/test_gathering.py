@@ -50,9 +50,14 @@ def extended(gathered):
 
 
 def share(world, case):
-    mine = slice(world.rank, None, world.size)
+    own_rows = slice(world.rank, None, world.size)
     descriptors, labels, taking_part = CASES[case]()
-    return descriptors[mine], labels[mine], taking_part[mine], torch.arange(SLOTS)[mine]
+    return (
+        descriptors[own_rows],
+        labels[own_rows],
+        taking_part[own_rows],
+        torch.arange(SLOTS)[own_rows],
+    )
 
 
 def small_chunks():
@@ -115,23 +120,23 @@ def test_chunks_give_the_batch_in_the_order_of_its_slots(compared, case):
     taking_part &= descriptors.isfinite().all(1)
     images = torch.arange(SLOTS)[taking_part]
     for rank, answer in enumerate(compared):
-        own = (images % len(compared) == rank).nonzero().flatten()
-        expected = descriptors[taking_part], labels[taking_part], images, own, taking_part
+        own_row = (images % len(compared) == rank).nonzero().flatten()
+        expected = descriptors[taking_part], labels[taking_part], images, own_row, taking_part
         assert all(map(torch.equal, answer[case, "ap_q", "sharded"][0], expected))
 
 
 @pytest.mark.parametrize(("case", "loss", "mode"), COMPARED)
 def test_chunks_give_the_same_loss_and_gradient(compared, case, loss, mode):
     for answer in compared:
-        for one, other in zip(*answer[case, loss, mode][1:], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-15, equal_nan=True)
+        for item, other in zip(*answer[case, loss, mode][1:], strict=True):
+            torch.testing.assert_close(item, other, rtol=1e-11, atol=1e-15, equal_nan=True)
 
 
 def test_the_gradient_has_the_same_bits_whenever_chunks_arrive():
-    first, *others = (
+    first, *remaining = (
         rank_in_chunks(World(), "batch", "ap_q", "sharded", size=size)[1] for size in (1, 7, SLOTS)
     )
-    assert all(torch.equal(first.gradient, other.gradient) for other in others)
+    assert all(torch.equal(first.gradient, other.gradient) for other in remaining)
 
 
 def test_too_few_rows_are_refused():

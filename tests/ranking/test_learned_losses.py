@@ -49,9 +49,12 @@ def test_loss_and_both_gradients_equal_the_definition(name, weights, dtype, tole
     value, gradient, by_proxies = backward(module, raw.to(dtype), labels)
     leaf = raw.clone().requires_grad_()
     proxies = next(module.parameters()).detach().double().requires_grad_()
-    parts = [labels == label for label in labels.unique()] if is_by_class else [slice(None)]
+    groups = [labels == label for label in labels.unique()] if is_by_class else [slice(None)]
     expected = torch.stack(
-        [defined(name, normalize(leaf)[part], levels_of(labels[part]), [proxies]) for part in parts]
+        [
+            defined(name, normalize(leaf)[rows], levels_of(labels[rows]), [proxies])
+            for rows in groups
+        ]
     ).mean()
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=tolerance)
@@ -89,9 +92,11 @@ def test_one_module_of_parameters_is_refused_for_several_dimensions():
 
 def share_of_module(world):
     raw, labels = problem(3, 21, 5)
-    mine = slice(7 * world.rank, 7 * world.rank + 7)
+    own_rows = slice(7 * world.rank, 7 * world.rank + 7)
     return [
-        backward(module_of(name, group=dist.group.WORLD, mode=mode), raw[mine], labels[mine])
+        backward(
+            module_of(name, group=dist.group.WORLD, mode=mode), raw[own_rows], labels[own_rows]
+        )
         for name in SOFTMAX
         for mode in ("sharded", "central")
     ]

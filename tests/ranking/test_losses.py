@@ -129,11 +129,11 @@ def test_in_float32_value_and_gradients_are_those_of_float64(name):
     raw, labels = problem(1, 120, 20, dtype=torch.float32)
     of_type = (torch.float64, torch.float32)
     exact, ranked = (
-        rank_raw(raw.to(one), levels_of(labels), built(name, 400, 8, one)) for one in of_type
+        rank_raw(raw.to(item), levels_of(labels), built(name, 400, 8, item)) for item in of_type
     )
     assert_same(*ranked, exact[0].loss.item(), exact[1], tolerance=1e-5)
-    for found, expected in zip(ranked[0].by_parameters, exact[0].by_parameters, strict=True):
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    for actual, expected in zip(ranked[0].by_parameters, exact[0].by_parameters, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap"])
@@ -143,9 +143,9 @@ def test_bins_recomputed_are_the_bins_kept(name, monkeypatch):
     budget = 20_000
     assert Budget(raw.device).half >= 150 * 150
     assert Budget(raw.device, budget).half < 150 * 151 // 2
-    kept, gradient = rank_raw(raw, labels, name)
+    kept_names, gradient = rank_raw(raw, labels, name)
     recomputed, again = rank_raw(raw, labels, name, memory_bytes=budget)
-    assert torch.equal(kept.loss, recomputed.loss)
+    assert torch.equal(kept_names.loss, recomputed.loss)
     assert torch.equal(gradient, again)
 
 
@@ -202,11 +202,11 @@ def test_an_image_under_two_classes_has_one_loss_and_gradient_in_each_type_and_t
     whole, gradient = rank_raw(raw, labels, name, **options)
     for dtype in (torch.float64, torch.float32):
         for memory_bytes in (None, 1):
-            ranked, found = rank_raw(
+            ranked, actual = rank_raw(
                 raw.to(dtype), labels, name, memory_bytes=memory_bytes, **options
             )
             assert_same(
-                ranked, found.double(), whole.loss.item(), gradient, 100 * torch.finfo(dtype).eps
+                ranked, actual.double(), whole.loss.item(), gradient, 100 * torch.finfo(dtype).eps
             )
 
 
@@ -222,16 +222,16 @@ def test_semi_hard_takes_the_nearest_negative_that_is_farther_by_more_than_a_tie
         negatives = similarities[query, labels != label]
         farther = [negatives[negatives < positive] for positive in positives]
         pairs = [
-            (positive, some.max())
-            for positive, some in zip(positives, farther, strict=True)
-            if len(some)
+            (positive, group.max())
+            for positive, group in zip(positives, farther, strict=True)
+            if len(group)
         ]
         violations = [
             (2 * (negative - positive) + 0.1).clamp(min=0) for positive, negative in pairs
         ]
         losses.append(sum(violations) / len(positives) if len(positives) else torch.nan)
-    found = rank_raw(raw, labels, "triplet", mining="semi_hard", squared=True)[0].loss
-    assert found.item() == pytest.approx(torch.tensor(losses).nanmean().item(), abs=1e-6)
+    actual = rank_raw(raw, labels, "triplet", mining="semi_hard", squared=True)[0].loss
+    assert actual.item() == pytest.approx(torch.tensor(losses).nanmean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

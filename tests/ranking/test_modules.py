@@ -51,7 +51,7 @@ def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name
         rows = raw.clone().requires_grad_()
         value = loss(rows, labels, images)
         value.backward()
-        remembered = [one for one in remembered if one[0] not in images.tolist()]
+        remembered = [item for item in remembered if item[0] not in images.tolist()]
         gallery = [torch.stack(column) for column in list(zip(*remembered, strict=True))[1:]]
         expected, gradient = listwise_gradient(name, raw, labels, *gallery, **options)
         assert value.item() == pytest.approx(expected, rel=1e-9)

@@ -106,8 +106,8 @@ def test_the_conventions_of_published_code_are_pinned_by_numbers():
         assert ranking.per_query[0].item() == pytest.approx(expected, abs=1e-6)
     raw, labels = problem(3, 60, 12)
     once, twice = (
-        rank_raw(raw, given, "h_ap", preset="released")
-        for given in (labels, labels[:, None].repeat(1, 2))
+        rank_raw(raw, inputs, "h_ap", preset="released")
+        for inputs in (labels, labels[:, None].repeat(1, 2))
     )
     sup_ap = rank_raw(raw, labels, "sup_ap", preset="released")
     for ranking, gradient in (once, twice):
@@ -116,7 +116,9 @@ def test_the_conventions_of_published_code_are_pinned_by_numbers():
 
 
 def spiral(angles):
-    return torch.tensor([[math.cos(one), math.sin(one)] for one in angles], dtype=torch.float64)
+    return torch.tensor(
+        [[math.cos(index), math.sin(index)] for index in angles], dtype=torch.float64
+    )
 
 
 def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
@@ -125,12 +127,12 @@ def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     loss = build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
     ranking, gradient = rank_raw(raw, labels, loss, step=3)
     d = normalize(leaf)
-    found = virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
-    assert all(0 <= one <= 1 for _, _, one in found)
-    virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in found])
+    actual = virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
+    assert all(0 <= item <= 1 for _, _, item in actual)
+    virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in actual])
     everything = torch.cat([d, virtual])
-    known = torch.cat([labels, torch.stack([labels[a] for a, _, _ in found])])
-    expected = listwise_loss("recall_at_k", everything, known)
+    known_labels = torch.cat([labels, torch.stack([labels[a] for a, _, _ in actual])])
+    expected = listwise_loss("recall_at_k", everything, known_labels)
     expected.backward()
     assert ranking.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
@@ -149,12 +151,12 @@ def test_matryoshka_is_the_sum_over_cut_descriptors(inner):
     leaf = raw.clone().requires_grad_()
     module(leaf, labels).backward()
     same = raw.clone().requires_grad_()
-    parts = [build_loss(inner).sized(None, d, 0) for d in (2, 5, 8)]
-    for part in filter(lambda one: one.learned is not None, parts):
-        part.learned.double()
+    losses = [build_loss(inner).sized(None, d, 0) for d in (2, 5, 8)]
+    for loss_of_part in filter(lambda item: item.learned is not None, losses):
+        loss_of_part.learned.double()
     values = [
-        ListwiseLoss(part)(normalize(same)[:, :d], labels)
-        for part, d in zip(parts, (2, 5, 8), strict=True)
+        ListwiseLoss(loss_of_part)(normalize(same)[:, :d], labels)
+        for loss_of_part, d in zip(losses, (2, 5, 8), strict=True)
     ]
     (values[0] + 0.5 * values[1] + 2 * values[2]).backward()
     torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-9, atol=1e-13)
@@ -234,15 +236,24 @@ def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
     value = module(leaf, labels)
     same = raw.clone().requires_grad_()
     value.backward()
-    learned = {name: one.detach().clone().requires_grad_() for name, one in module.learned.items()}
-    assert [one.item() for one in learned.values()] == [-10, pytest.approx(math.log(10))]
+    learned = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in module.learned.items()
+    }
+    assert [parameter.item() for parameter in learned.values()] == [
+        -10,
+        pytest.approx(math.log(10)),
+    ]
     gallery = normalize(other), other_labels, weights
     expected = listwise_loss("sigmoid", normalize(same), labels, *gallery, **learned)
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
-    found = [leaf.grad, *(one.grad for one in module.learned.values())]
+    gradients = [leaf.grad, *(parameter.grad for parameter in module.learned.values())]
     torch.testing.assert_close(
-        found, [same.grad, *(one.grad for one in learned.values())], rtol=1e-9, atol=1e-13
+        gradients,
+        [same.grad, *(parameter.grad for parameter in learned.values())],
+        rtol=1e-9,
+        atol=1e-13,
     )
 
 

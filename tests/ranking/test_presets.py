@@ -10,8 +10,10 @@ def batch():
     image = torch.arange(24, dtype=torch.float64)[:, None]
     column = torch.arange(6, dtype=torch.float64)
     labels = torch.arange(24) % 4
-    own = torch.sin(0.9 * image * (column + 1) + 0.3 * column)
-    return own + 0.6 * torch.cos(1.7 * (labels[:, None].double() + 1) * (column + 1)), labels
+    column_values = torch.sin(0.9 * image * (column + 1) + 0.3 * column)
+    return column_values + 0.6 * torch.cos(
+        1.7 * (labels[:, None].double() + 1) * (column + 1)
+    ), labels
 
 
 # Loss, norm of the gradient through the normalisation, and one of its entries, in float64, as

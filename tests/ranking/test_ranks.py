@@ -84,8 +84,8 @@ RANKED = [
 def rank_share(world, case, loss, mode):
     make, with_memory = CASES[case]
     descriptors, labels, taking_part = make()
-    mine = slice(world.rank, None, world.size)
-    gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
+    own_rows = slice(world.rank, None, world.size)
+    gathered = gather(descriptors[own_rows], labels[own_rows], taking_part[own_rows], world, SLOTS)
     if with_memory:
         gathered = remembering(1, 9, dimensions=6).extend(gathered)
     ranking = rank_descriptors(LOSSES[loss], gathered, mode)
@@ -102,7 +102,7 @@ def alone(case, loss):
 
 
 def rank_all_cases(world):
-    return {each: rank_share(world, *each) for each in RANKED} | {
+    return {element: rank_share(world, *element) for element in RANKED} | {
         "traffic": traffic_of_sharded_ranking(world)
     }
 
@@ -140,12 +140,12 @@ def test_rows_that_take_no_part_have_no_gradient(ranked):
 
 
 def too_hard(descriptors, labels):
-    raise DistapError("too hard")
+    raise DistapError("loss.too_hard", "too hard")
 
 
 def refusal(world, loss, labels, taking_part):
-    mine = slice(world.rank, None, world.size)
-    gathered = gather(batch()[0][mine], labels[mine], taking_part[mine], world, SLOTS)
+    own_rows = slice(world.rank, None, world.size)
+    gathered = gather(batch()[0][own_rows], labels[own_rows], taking_part[own_rows], world, SLOTS)
     with pytest.raises(DistapError) as error:
         rank_descriptors(loss, gathered, "central")
     return str(error.value)
@@ -194,27 +194,33 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
 
 def rank_uneven_shares(world):
     descriptors, labels, taking_part = batch()
-    mine = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
+    own_rows = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
     answers = {
-        mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode)
+        mode: rank(
+            descriptors[own_rows], labels[own_rows], "smooth_ap", group=dist.group.WORLD, mode=mode
+        )
         for mode in MODES
     }
     answers["too hard"] = refusal(world, build_loss(too_hard), labels, taking_part)
     answers["nothing"] = refusal(world, QuantizedAP(), torch.arange(SLOTS), taking_part)
-    some = dist.new_group([1, 2])
+    subgroup = dist.new_group([1, 2])
     answers["some"] = (
-        rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
+        rank(descriptors[own_rows], labels[own_rows], group=subgroup).loss.item()
+        if world.rank
+        else None
     )
     broken = descriptors.clone()
     broken[[5, 7]] = torch.nan
     broken[11, 0] = torch.inf
-    answers["not finite"] = complaint(broken[mine], labels[mine])
-    answers["dimensions"] = complaint(normalize(descriptors[mine, : 6 - world.rank]), labels[mine])
+    answers["not finite"] = complaint(broken[own_rows], labels[own_rows])
+    answers["dimensions"] = complaint(
+        normalize(descriptors[own_rows, : 6 - world.rank]), labels[own_rows]
+    )
     answers["dtype"] = complaint(
-        descriptors[mine].to(torch.float32 if world.rank else torch.float64), labels[mine]
+        descriptors[own_rows].to(torch.float32 if world.rank else torch.float64), labels[own_rows]
     )
     answers["labels"] = complaint(
-        descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine]
+        descriptors[own_rows], labels[own_rows].double() if world.rank == 1 else labels[own_rows]
     )
     return answers
 
@@ -232,26 +238,28 @@ DIMENSIONS = 64
 def traffic_of_sharded_ranking(world):
     """Bytes that rank hands to collectives, by loss."""
     raw, labels = problem(0, ROWS, ROWS // 8, DIMENSIONS, dtype=torch.float32)
-    mine = slice(world.rank, None, world.size)
-    descriptors = normalize(raw)[mine]
-    present = torch.ones(len(labels[mine]), dtype=torch.bool)
+    own_rows = slice(world.rank, None, world.size)
+    descriptors = normalize(raw)[own_rows]
+    present = torch.ones(len(labels[own_rows]), dtype=torch.bool)
 
     def ranked(loss):
-        rank_descriptors(loss, gather(descriptors, labels[mine], present, world, ROWS), "sharded")
+        rank_descriptors(
+            loss, gather(descriptors, labels[own_rows], present, world, ROWS), "sharded"
+        )
 
     losses = {"ap_q": QuantizedAP(bins=20), "sup_ap": build_loss("sup_ap")}
     return {
-        name: {one.name: one.bytes for one in collectives_of(partial(ranked, loss))}
+        name: {item.name: item.bytes for item in collectives_of(partial(ranked, loss))}
         for name, loss in losses.items()
     }
 
 
 def test_a_sharded_loss_sends_its_own_rows_and_slopes_or_the_gradient_of_the_gallery(ranked):
-    own = ROWS // len(ranked)
+    own_count = ROWS // len(ranked)
     # descriptors; label, image number and whether it takes part
-    gathered = own * (4 * DIMENSIONS + 3 * 8)
+    gathered = own_count * (4 * DIMENSIONS + 3 * 8)
     agreed = 8 + 8  # the loss, and whether all is finite
-    slopes = own * 4 * 2 * 19
+    slopes = own_count * 4 * 2 * 19
     gradient = ROWS * 4 * DIMENSIONS
     for traffic in (answer["traffic"] for answer in ranked):
         assert traffic["ap_q"] == {"gloo:all_gather": gathered + slopes, "gloo:all_reduce": agreed}

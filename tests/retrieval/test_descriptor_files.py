@@ -75,9 +75,9 @@ def test_a_file_that_is_missing_cut_or_longer_is_refused(tmp_path, images):
 def test_an_array_of_objects_is_refused_unread(tmp_path, images):
     write_descriptors(tmp_path, images)
     np.save(tmp_path / "keys.npy", np.array([{"a": 1}] * 50, dtype=object), allow_pickle=True)
-    about = json.loads((tmp_path / "about.json").read_text())
-    about["files"]["keys.npy"] = vars(file_identity(tmp_path / "keys.npy"))
-    (tmp_path / "about.json").write_text(json.dumps(about))
+    record = json.loads((tmp_path / "about.json").read_text())
+    record["files"]["keys.npy"] = vars(file_identity(tmp_path / "keys.npy"))
+    (tmp_path / "about.json").write_text(json.dumps(record))
     with pytest.raises(DistapError, match="not readable"):
         read_descriptors(tmp_path)
 
@@ -85,7 +85,7 @@ def test_an_array_of_objects_is_refused_unread(tmp_path, images):
 def test_a_record_that_is_none_or_does_not_fit_is_refused(tmp_path, images):
     write_descriptors(tmp_path, images)
     path = tmp_path / "about.json"
-    about = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     for text in ("", "3", "[]", "{}", '{"version": 3}', "\udcff", "{"):
         path.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(DistapError, match=r"about\.json: not readable"):
@@ -101,7 +101,7 @@ def test_a_record_that_is_none_or_does_not_fit_is_refused(tmp_path, images):
     wrong |= {"files": [[], {}], "described_by": [{"network": "x"}, of_network]}
     for key, values in wrong.items():
         for value in values:
-            path.write_text(json.dumps({**about, key: value}))
+            path.write_text(json.dumps({**record, key: value}))
             with pytest.raises(DistapError, match=str(tmp_path)):
                 read_descriptors(tmp_path)
 

@@ -51,46 +51,48 @@ def test_distractors_in_parts_count_as_those_of_one_gallery(parts, monkeypatch, 
     figures too.
     """
     monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", block)
-    paths, more = parts
-    own = random_rows(40, 3)
+    paths, distractors = parts
+    own_row = random_rows(40, 3)
     labels = torch.arange(40) % 7
-    found = distap.evaluate(own, labels, distractors=paths)
-    similarities = own @ np.concatenate([own, more]).T
+    evaluation = distap.evaluate(own_row, labels, distractors=paths)
+    similarities = own_row @ np.concatenate([own_row, distractors]).T
     orders = {}
     for query, row in enumerate(similarities.tolist()):
         positives = {other for other in range(40) if other % 7 == query % 7 and other != query}
         orders[query] = [place in positives for place in order_of(row, positives, {query})]
-    assert {name: found[name] for name in found if "@" in name or name == "mAP"} == pytest.approx(
-        labelled_figures(orders, (1, 5, 10))
+    assert {
+        name: evaluation[name] for name in evaluation if "@" in name or name == "mAP"
+    } == pytest.approx(labelled_figures(orders, (1, 5, 10)))
+    whole = distap.evaluate(
+        np.concatenate([own_row, distractors]), [*labels.tolist(), *[-1] * len(distractors)]
     )
-    whole = distap.evaluate(np.concatenate([own, more]), [*labels.tolist(), *[-1] * len(more)])
-    assert {**whole, LEFT_OUT: 0} == found
+    assert {**whole, LEFT_OUT: 0} == evaluation
     asks = np.arange(40) < 10
-    apart = distap.evaluate(own, labels, asks, distractors=paths)
-    longer = np.concatenate([asks, np.zeros(len(more), bool)])
+    apart = distap.evaluate(own_row, labels, asks, distractors=paths)
+    longer = np.concatenate([asks, np.zeros(len(distractors), bool)])
     assert apart == distap.evaluate(
-        np.concatenate([own, more]), [*labels.tolist(), *[-1] * len(more)], longer
+        np.concatenate([own_row, distractors]), [*labels.tolist(), *[-1] * len(distractors)], longer
     )
-    assert apart != distap.evaluate(own, labels, asks)
+    assert apart != distap.evaluate(own_row, labels, asks)
 
 
 def test_rows_of_parts_are_taken_in_any_order_and_shape(parts):
-    paths, more = parts
+    paths, distractors = parts
     opened = open_parts(paths, 6)
-    assert opened.shape == more.shape and opened.dtype == np.float16
+    assert opened.shape == distractors.shape and opened.dtype == np.float16
     for chosen in (
         slice(8, 41),
         slice(40, 40),
         np.array([50, 3, 3, 12, 9]),
         np.array([[56, 0], [10, 41]]),
     ):
-        assert np.array_equal(opened[chosen].astype(np.float32), more[chosen])
-    nested = DescriptorParts([("one", more[:5]), ("others", opened)])
-    assert np.array_equal(nested[3:9], np.concatenate([more[3:5], more[:4]]))
+        assert np.array_equal(opened[chosen].astype(np.float32), distractors[chosen])
+    nested = DescriptorParts([("one", distractors[:5]), ("others", opened)])
+    assert np.array_equal(nested[3:9], np.concatenate([distractors[3:5], distractors[:4]]))
 
 
 def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
-    own = random_rows(4, 0)
+    own_row = random_rows(4, 0)
     labels = [0, 0, 1, 1]
     for name, values in {
         "narrow": random_rows(3, 0, 5),
@@ -105,7 +107,7 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
     (tmp_path / "text.txt").write_text("1 2 3")
     (tmp_path / "empty").mkdir()
     with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["vectors"] = own
+        file["vectors"] = own_row
     with h5py.File(tmp_path / "group.h5", "w") as file:
         file.create_group("features")
     with h5py.File(tmp_path / "null.h5", "w") as file:
@@ -129,9 +131,9 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
         "missing": "no such file; expected .npy",
     }.items():
         with pytest.raises(DistapError, match=rf"{name}: {message}"):
-            distap.evaluate(own, labels, distractors=tmp_path / name)
+            distap.evaluate(own_row, labels, distractors=tmp_path / name)
     assert (
-        distap.evaluate(own, labels, distractors=[tmp_path / "long.npy"], dot_product=True)[
+        distap.evaluate(own_row, labels, distractors=[tmp_path / "long.npy"], dot_product=True)[
             "queries"
         ]
         == 4
@@ -140,4 +142,4 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
         open_parts(parts[0], 6, described_by=DescribedBy("another", "crop 8"))
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(DistapError, match=r"needs h5py: pip install 'distap\[hdf5\]'"):
-        distap.evaluate(own, labels, distractors=parts[0])
+        distap.evaluate(own_row, labels, distractors=parts[0])

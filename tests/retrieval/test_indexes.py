@@ -46,10 +46,10 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
     write_index(tmp_path, built[name], gallery)
     index = read_index(tmp_path)
     similarities, rows = built[name].index.search(gallery.descriptors[:20], 5)
-    found = index.search(gallery.descriptors[:20], 5)
-    assert [[hit.row for hit in hits] for hits in found] == rows.tolist()
-    assert [[hit.similarity for hit in hits] for hits in found] == similarities.tolist()
-    for key, class_name, _, row in found[3]:
+    neighbours = index.search(gallery.descriptors[:20], 5)
+    assert [[hit.row for hit in hits] for hits in neighbours] == rows.tolist()
+    assert [[hit.similarity for hit in hits] for hits in neighbours] == similarities.tolist()
+    for key, class_name, _, row in neighbours[3]:
         assert (key, class_name) == (gallery.keys[row], gallery.classes[row])
     assert (index.described_by, index.data, len(index)) == (gallery.described_by, gallery.data, 700)
     kind, search = SMALL[name]
@@ -96,11 +96,11 @@ def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
     recalls = {}
     for name, index in built.items():
         _, rows = index.index.search(values, 11)
-        found = [
+        actual = [
             [row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())
         ]
         shares = [
-            len({*near} & {*right}) / 10 for near, right in zip(found, exact.tolist(), strict=True)
+            len({*near} & {*right}) / 10 for near, right in zip(actual, exact.tolist(), strict=True)
         ]
         figures = measure_recall(index.index, values)
         assert figures["recall"] == pytest.approx(np.mean(shares), abs=1e-3), name
@@ -164,14 +164,14 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
     path = written / name
     whole = path.read_bytes()
     places = (len(whole) // 2, len(whole) - 1)
-    told = f"bytes, not the {len(whole)} in about.json"
-    wrong = {whole[:n]: f".*: {n} {told}" for n in (0, 1, *places)}
+    message = f"bytes, not the {len(whole)} in about.json"
+    wrong = {whole[:n]: f".*: {n} {message}" for n in (0, 1, *places)}
     wrong |= {
         whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]: "damaged or another file"
         for n in (0, 9, *places)
     }
-    for found, problem in wrong.items():
-        path.write_bytes(found)
+    for actual, problem in wrong.items():
+        path.write_bytes(actual)
         with pytest.raises(DistapError, match=f"{name}: {problem}"):
             read_index(written)
     path.unlink()
@@ -186,7 +186,7 @@ def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
     numbered = faiss.IndexIDMap(faiss.IndexFlatIP(16))
     by_distance.add(gallery.descriptors)
     numbered.add_with_ids(gallery.descriptors, np.arange(700) * 10)
-    for index, of, message in (
+    for index, embeddings, message in (
         (by_distance, gallery, "ranks by distances"),
         (numbered, gallery, "names an image .* of 700; index it again"),
         (
@@ -195,7 +195,7 @@ def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
             "surrogates not allowed",
         ),
     ):
-        write_index(tmp_path / message[:5], replace(built["flat"], index=index), of)
+        write_index(tmp_path / message[:5], replace(built["flat"], index=index), embeddings)
         with pytest.raises(DistapError, match=message):
             read_index(tmp_path / message[:5]).search(gallery.descriptors[690:], 5)
 
@@ -224,8 +224,10 @@ def test_threads_that_search_at_once_find_what_one_finds(gallery, written):
     index = read_index(written)
     queries = gallery.descriptors[:200]
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda row: index.search(queries[row : row + 1], 5)[0], range(200)))
-    rows = [[hit.row for hit in hits] for hits in found]
+        neighbours = list(
+            pool.map(lambda row: index.search(queries[row : row + 1], 5)[0], range(200))
+        )
+    rows = [[hit.row for hit in hits] for hits in neighbours]
     assert rows == [[hit.row for hit in hits] for hits in index.search(queries, 5)]
 
 

@@ -42,12 +42,16 @@ def test_figures_equal_those_of_sorting_each_gallery_behind_its_head(
     generator = torch.Generator().manual_seed(seed)
     heads = [torch.randperm(images - 1, generator=generator)[:kept] for _ in range(images)]
     # not itself
-    head = torch.stack([rows + (rows >= own) for own, rows in enumerate(heads)]) if kept else None
+    head = (
+        torch.stack([rows + (rows >= own_row) for own_row, rows in enumerate(heads)])
+        if kept
+        else None
+    )
     result = evaluated(descriptors, labels, 5, head=head)
     similarities = (descriptors @ descriptors.t()).tolist()
     orders = labelled_orders(similarities, labels.tolist(), head.tolist() if kept else None)
-    for own, row in enumerate(result.neighbours.tolist()):
-        assert own not in row and len(set(row)) == min(5, images - 1)
+    for own_row, row in enumerate(result.neighbours.tolist()):
+        assert own_row not in row and len(set(row)) == min(5, images - 1)
     assert head is None or torch.equal(
         result.neighbours[:, :kept], head[:, : result.neighbours.shape[1]]
     )
@@ -79,27 +83,29 @@ def test_negatives_are_counted_by_comparing_or_by_sorting_or_one_by_one(bounds, 
     wanted[2, 1:] = torch.inf
     rows[3, :9] = -torch.inf
     expected = [
-        [sum(x >= bound for x in row) for bound in own]
-        for row, own in zip(rows.tolist(), wanted.tolist(), strict=True)
+        [sum(x >= bound for x in row) for bound in own_row]
+        for row, own_row in zip(rows.tolist(), wanted.tolist(), strict=True)
     ]
-    given = rows.t().contiguous().t() if transposed else rows
-    assert count_above(given, wanted, torch.empty(7 * 500)).tolist() == expected
+    inputs = rows.t().contiguous().t() if transposed else rows
+    assert count_above(inputs, wanted, torch.empty(7 * 500)).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("images", [5, 37, 600])
 def test_a_collapsed_network_ranks_positives_last_however_its_products_are_rounded(dtype, images):
-    one = normalize(
+    item = normalize(
         torch.randn(100, generator=torch.Generator().manual_seed(images), dtype=dtype), dim=0
     )
-    descriptors = one.repeat(images, 1)
+    descriptors = item.repeat(images, 1)
     labels = torch.arange(images) % (images // 2)
     # with a head, half of the tiles do not suffice
     for head in (None, torch.empty(images, 0, dtype=torch.int64)):
-        found = evaluated(descriptors, labels, head=head)
+        evaluation = evaluated(descriptors, labels, head=head)
         of_class = labels.bincount()[labels].tolist()
-        expected = [mean([k / (images - own + k) for k in range(1, own)]) for own in of_class]
-        assert found.values["mAP"].tolist() == pytest.approx(expected, abs=1e-12)
+        expected = [
+            mean([k / (images - own_row + k) for k in range(1, own_row)]) for own_row in of_class
+        ]
+        assert evaluation.values["mAP"].tolist() == pytest.approx(expected, abs=1e-12)
     assert evaluated(descriptors, labels, ties="for").summary()["mAP"] == 1
 
 
@@ -132,25 +138,26 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
         else None
     )
     orders = {}
-    for row, (own, label) in enumerate(
+    for row, (own_row, label) in enumerate(
         zip((queries @ gallery.t()).tolist(), query_labels.tolist(), strict=True)
     ):
         positives = set((gallery_labels == label).nonzero().flatten().tolist())
         if positives:
-            order = order_of(own, positives, set(), head[row].tolist() if is_headed else ())
+            order = order_of(own_row, positives, set(), head[row].tolist() if is_headed else ())
             orders[row] = [place in positives for place in order]
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
     truth = class_truth(query_labels, gallery_labels)
     protocol = ("mAP", "mAP@R", "R@1", "R@7", "mP@1", "mP@7")
     for values in (gallery, gallery.numpy()):
-        found = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
-        assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
+        evaluation = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
+        assert evaluation.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
         assert (
-            found.first_positive.nonzero().flatten().tolist() == list(orders) and len(orders) < 20
+            evaluation.first_positive.nonzero().flatten().tolist() == list(orders)
+            and len(orders) < 20
         )
         similarities = queries @ gallery.t()
         if is_headed:
-            assert torch.equal(found.neighbours[:, :4], head)
+            assert torch.equal(evaluation.neighbours[:, :4], head)
         else:
-            nearest = similarities.gather(1, found.neighbours)
+            nearest = similarities.gather(1, evaluation.neighbours)
             assert torch.equal(nearest, similarities.sort(descending=True).values[:, :10])

@@ -119,8 +119,8 @@ def test_a_truth_names_gallery_rows():
 )
 def test_a_wrong_truth_is_told_by_its_key(truth, message):
     with pytest.raises(DistapError, match=message):
-        found = parsed_truth(truth, "mine")
-        found.of_gallery(found.queries, ["a", "b"], CPU)
+        actual = parsed_truth(truth, "mine")
+        actual.of_gallery(actual.queries, ["a", "b"], CPU)
 
 
 @pytest.mark.parametrize("unit", ["metres", "degrees"])
@@ -158,13 +158,13 @@ def test_positions_in_degrees_are_compared_by_the_way_along_the_ground(start, be
 
     slack = max(1e-4 * metres, 1.0 if abs(start[0]) > 89 else 1e-5)  # asin is coarse near the poles
     positions = {"q": [*start], "in": away(metres), "out": away(metres + 2 * slack)}
-    given = {
+    inputs = {
         "queries": [{"name": "q"}],
         "positions": positions,
         "unit": "degrees",
         "radius": metres + slack,
     }
-    truth = parsed_truth(given, "truth")
+    truth = parsed_truth(inputs, "truth")
     assert truth.of_gallery(truth.queries, ["in", "out"], CPU).positives == [[0]]
 
 
@@ -202,8 +202,10 @@ def test_a_query_of_no_part_counts_among_all_and_graded_figures_change_no_other(
         for number in range(3)
     ]
     asks = np.arange(7) < 3
-    found = distap.evaluate(described, truth={"queries": queries}, queries=asks, figures=["mAP"])
-    assert found == pytest.approx(
+    evaluation = distap.evaluate(
+        described, truth={"queries": queries}, queries=asks, figures=["mAP"]
+    )
+    assert evaluation == pytest.approx(
         {
             "mAP": (1 + 1 / 2 + 1 / 3) / 3,
             "b mAP": 1 / 2,
@@ -228,10 +230,14 @@ def test_a_label_of_two_genera_an_unknown_camera_and_an_unknown_domain():
     rows = normalize(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
     with pytest.raises(DistapError, match="lies within 0 and within 1 of level 1"):
         distap.evaluate(rows, [["x", "p"], ["x", "q"], ["y", "p"], ["y", "p"]])
-    known = distap.evaluate(rows, [0, 0, 1, 1])
-    assert distap.evaluate(rows, [0, 0, 1, 1], cameras=[-1, -1, None, None]) == known
-    found = distap.evaluate(rows, [0, 0, 1, 1], domains=["a", "a", None, None])
-    assert (found["queries"], found["left_out"], found["a mAP"]) == (2, 2, found["mAP"])
+    reference = distap.evaluate(rows, [0, 0, 1, 1])
+    assert distap.evaluate(rows, [0, 0, 1, 1], cameras=[-1, -1, None, None]) == reference
+    evaluation = distap.evaluate(rows, [0, 0, 1, 1], domains=["a", "a", None, None])
+    assert (evaluation["queries"], evaluation["left_out"], evaluation["a mAP"]) == (
+        2,
+        2,
+        evaluation["mAP"],
+    )
 
 
 def test_an_instance_of_several_images_has_the_mean_of_their_descriptors():
@@ -251,8 +257,8 @@ def test_an_instance_of_several_images_has_the_mean_of_their_descriptors():
     expected = {"mAP": 3 / 4, "R@1": 1 / 2, "queries": 2, "left_out": 0}
     for described in (rows, rows.double().numpy()):
         assert distap.evaluate(described, truth=truth, names=names) == expected
-    found, means = parsed_truth(truth, "truth").grouped(names, rows)
-    assert found == ["p", "q", "r", "28"]
+    actual, means = parsed_truth(truth, "truth").grouped(names, rows)
+    assert actual == ["p", "q", "r", "28"]
     assert means.norm(dim=1).tolist() == pytest.approx([1] * 4) and means[
         0
     ].tolist() == pytest.approx([math.cos(math.radians(10)), math.sin(math.radians(10))])

@@ -48,11 +48,11 @@ def problem(seed: int, tied: bool):
     is_junk = torch.rand(6, gallery, generator=generator) < 0.2
     is_junk[1] = True
     rows = [
-        (own & ~junk).nonzero().flatten().tolist()
-        for own, junk in zip(levels > 0, is_junk, strict=True)
+        (own_row & ~junk).nonzero().flatten().tolist()
+        for own_row, junk in zip(levels > 0, is_junk, strict=True)
     ]
-    grades = [levels[query, own].tolist() for query, own in enumerate(rows)]
-    junk = [own.nonzero().flatten().tolist() for own in is_junk]
+    grades = [levels[query, own_row].tolist() for query, own_row in enumerate(rows)]
+    junk = [own_row.nonzero().flatten().tolist() for own_row in is_junk]
     truth = Truth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3), "fair": (1,)})
     return described[:6], described[6:], truth, levels
 
@@ -61,11 +61,13 @@ def relevance_of(
     query: int, queries, gallery, truth, levels, worst: bool, head: list[int]
 ) -> list[int]:
     similarities = (gallery @ queries[query]).tolist()
-    own = levels[query].tolist()
+    own_row = levels[query].tolist()
     sign = 1 if worst else -1
-    order = sorted(range(len(own)), key=lambda row: (-round(similarities[row], 9), sign * own[row]))
+    order = sorted(
+        range(len(own_row)), key=lambda row: (-round(similarities[row], 9), sign * own_row[row])
+    )
     order = [*head, *(row for row in order if row not in head)]
-    return [own[row] for row in order if row not in truth.junk[query]]
+    return [own_row[row] for row in order if row not in truth.junk[query]]
 
 
 @settings(deadline=None, max_examples=80)
@@ -77,20 +79,22 @@ def test_every_figure_is_that_of_its_definition(seed, tied, ties, kept):
     queries, gallery, truth, levels = problem(seed, tied)
     generator = torch.Generator().manual_seed(seed)
     head = torch.stack([torch.randperm(len(gallery), generator=generator)[:kept] for _ in range(6)])
-    found = evaluate_descriptors(
+    evaluation = evaluate_descriptors(
         queries, gallery, truth, NAMES, ties=ties, head=head if kept else None
     )
     for query in range(6):
         ranked = query, queries, gallery, truth, levels
         relevance = relevance_of(*ranked, ties == "against", head[query].tolist())
-        for name in found.values:
+        for name in evaluation.values:
             group, _, figure = name.rpartition(" ")
             # others are junk
-            own = [level for level in relevance if level in (0, *truth.groups[group])]
-            expected = figure_of(figure, own) if any(own) else math.nan
+            own_row = [level for level in relevance if level in (0, *truth.groups[group])]
+            expected = figure_of(figure, own_row) if any(own_row) else math.nan
             if figure == "mP@5":
-                expected = expected * min(5, len(own)) / min(5, len(gallery)) if own else math.nan
-            assert found.values[name][query].item() == pytest.approx(
+                expected = (
+                    expected * min(5, len(own_row)) / min(5, len(gallery)) if own_row else math.nan
+                )
+            assert evaluation.values[name][query].item() == pytest.approx(
                 expected, abs=1e-12, nan_ok=True
             ), name
 
@@ -104,8 +108,10 @@ def test_a_gallery_read_in_blocks_gives_the_same_figures(tmp_path, monkeypatch, 
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
     monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", 0)
     monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 9)
-    found = evaluate_descriptors(queries.float(), mapped, truth, NAMES)
-    torch.testing.assert_close(found.values, whole.values, rtol=1e-12, atol=1e-12, equal_nan=True)
+    evaluation = evaluate_descriptors(queries.float(), mapped, truth, NAMES)
+    torch.testing.assert_close(
+        evaluation.values, whole.values, rtol=1e-12, atol=1e-12, equal_nan=True
+    )
 
 
 def test_figures_agree_with_those_of_libraries():
@@ -120,7 +126,7 @@ def test_figures_agree_with_those_of_libraries():
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 8, (60,), generator=generator)
         described = normalize(torch.randn(60, 16, generator=generator, dtype=torch.float64))
-        found = distap.evaluate(
+        evaluation = distap.evaluate(
             described, labels, figures=["mAP", "mAP@R", "R@1", "mAP@1000", "NDCG"]
         )
         scores = described @ described.T
@@ -128,28 +134,28 @@ def test_figures_agree_with_those_of_libraries():
         gains = []
         by_torchmetrics = []
         for query in range(60):
-            others = torch.arange(60) != query
-            right = labels[others] == labels[query]
+            other_rows = torch.arange(60) != query
+            right = labels[other_rows] == labels[query]
             if right.any():
-                own = scores[query, others]
-                precisions.append(average_precision_score(right.numpy(), own.numpy()))
-                gains.append(ndcg_score(right[None].double().numpy(), own[None].numpy()))
-                torch_gain = retrieval.retrieval_normalized_dcg(own, right.long())
+                own_row = scores[query, other_rows]
+                precisions.append(average_precision_score(right.numpy(), own_row.numpy()))
+                gains.append(ndcg_score(right[None].double().numpy(), own_row[None].numpy()))
+                torch_gain = retrieval.retrieval_normalized_dcg(own_row, right.long())
                 by_torchmetrics.append(
                     [
-                        float(retrieval.retrieval_average_precision(own + 1, right)),
+                        float(retrieval.retrieval_average_precision(own_row + 1, right)),
                         float(torch_gain),
                     ]
                 )
-        assert found["mAP"] == found["mAP@1000"] == pytest.approx(mean(precisions))
-        assert found["NDCG"] == pytest.approx(mean(gains))
-        assert [found["mAP"], found["NDCG"]] == pytest.approx(
+        assert evaluation["mAP"] == evaluation["mAP@1000"] == pytest.approx(mean(precisions))
+        assert evaluation["NDCG"] == pytest.approx(mean(gains))
+        assert [evaluation["mAP"], evaluation["NDCG"]] == pytest.approx(
             np.mean(by_torchmetrics, axis=0).tolist(), abs=1e-6
         )
         names = {"R@1": "precision_at_1", "mAP@R": "mean_average_precision_at_r"}
         calculator = AccuracyCalculator(include=tuple(names.values()), k=59)
         theirs = calculator.get_accuracy(described, labels)
-        assert [found[name] for name in names] == pytest.approx(
+        assert [evaluation[name] for name in names] == pytest.approx(
             [theirs[name] for name in names.values()]
         )
 
@@ -190,11 +196,11 @@ def test_cameras_domains_and_levels_by_hand():
 
 
 def test_graded_figures_take_queries_without_positives_and_a_domain_has_not_the_name_of_the_mean():
-    few = normalize(torch.randn(700, 8))
+    small_set = normalize(torch.randn(700, 8))
     labels = [0, 0, *range(1, 699)]
-    assert distap.evaluate(few, labels, figures=["H-AP", "ASI"])["left_out"] == 698
+    assert distap.evaluate(small_set, labels, figures=["H-AP", "ASI"])["left_out"] == 698
     with pytest.raises(DistapError, match="no part or domain of queries may be called mean"):
-        distap.evaluate(few[:4], [0, 0, 1, 1], domains=["a", "a", "mean", "mean"])
+        distap.evaluate(small_set[:4], [0, 0, 1, 1], domains=["a", "a", "mean", "mean"])
 
 
 def test_a_figure_without_its_k_or_with_another_name_is_an_error():

@@ -41,16 +41,16 @@ def test_a_query_is_left_out_by_its_index_also_where_duplicates_exist():
     gallery = np.eye(3, dtype=np.float32).repeat(5, axis=0)
     similarities, rows = nearest(gallery, gallery, 4, exclude_self=True)
     assert (similarities == 1).all()
-    for query, found in enumerate(rows.tolist()):
+    for query, actual in enumerate(rows.tolist()):
         group = 5 * (query // 5)
-        assert found == [row for row in range(group, group + 5) if row != query]
+        assert actual == [row for row in range(group, group + 5) if row != query]
 
 
 def test_fewer_than_one_neighbour_is_an_empty_result():
-    one = np.ones((1, 4), np.float32)
-    assert nearest(one, one, 3, exclude_self=True)[1].shape == (1, 0)
-    assert nearest(one, one[:0], 3)[1].shape == (1, 0)
-    assert nearest(one[:0], one, 3)[1].shape == (0, 1)
+    item = np.ones((1, 4), np.float32)
+    assert nearest(item, item, 3, exclude_self=True)[1].shape == (1, 0)
+    assert nearest(item, item[:0], 3)[1].shape == (1, 0)
+    assert nearest(item[:0], item, 3)[1].shape == (0, 1)
 
 
 def test_what_is_not_finite_is_named_by_its_row(monkeypatch):

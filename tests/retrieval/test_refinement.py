@@ -49,10 +49,12 @@ def test_k_reciprocal_is_the_paper_by_sets(size, same, settings):
     heads = reranked_heads(asked, gallery, size, same, *settings).numpy()
     assert heads.shape == (3, min(size, 30 - same))
     for number, head in enumerate(heads):
-        own = number if same else None
-        expected, distances = k_reciprocal(asked[number], gallery, size, own, *settings)
+        own_row = number if same else None
+        expected, distances = k_reciprocal(asked[number], gallery, size, own_row, *settings)
         assert sorted(head) == sorted(expected)
-        of_row = dict(zip(first_ranking(asked[number], gallery, size, own), distances, strict=True))
+        of_row = dict(
+            zip(first_ranking(asked[number], gallery, size, own_row), distances, strict=True)
+        )
         assert np.all(np.diff([of_row[row] for row in head]) >= -1e-6)
 
 

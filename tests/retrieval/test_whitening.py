@@ -27,11 +27,11 @@ def test_discriminative_whitening_is_the_formula_over_all_images_of_a_class(smal
     # those without a class match nothing, nor does `alone`
     classes = np.where(np.arange(90) < 5, "", images.classes)
     classes[7] = "alone"
-    found = learned_whitening(replace(images, classes=classes), "lw").projection
+    actual = learned_whitening(replace(images, classes=classes), "lw").projection
     expected = lw_projection(images.descriptors, classes)
     # a direction's is free, and changes no similarity
-    signs = np.sign((found * expected).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(found, signs * expected, atol=1e-9)
+    signs = np.sign((actual * expected).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(actual, signs * expected, atol=1e-9)
 
 
 def test_fewer_dimensions_are_the_first_of_all():

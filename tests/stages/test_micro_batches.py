@@ -11,11 +11,11 @@ def passes(lengths, size, kept=(), **options):
     """(rows, whether kept) of each pass, for gradients of these lengths."""
     gradient = torch.tensor(lengths)[:, None] * torch.tensor([[0.6, 0.8]])
     graphs = {first: torch.zeros(min(size, len(lengths) - first), 2) for first in kept}
-    found = backward_passes(gradient, graphs, size, **options)
+    actual = backward_passes(gradient, graphs, size, **options)
     numbers = torch.arange(len(lengths))
-    for one in found:
-        assert torch.equal(one.gradient, gradient[one.rows]) or one.gradient.isnan().any()
-    return [(numbers[one.rows].tolist(), one.descriptors is not None) for one in found]
+    for item in actual:
+        assert torch.equal(item.gradient, gradient[item.rows]) or item.gradient.isnan().any()
+    return [(numbers[item.rows].tolist(), item.descriptors is not None) for item in actual]
 
 
 def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():
@@ -52,10 +52,10 @@ def test_rows_with_a_gradient_are_replayed_in_full_micro_batches(lengths, size, 
 
 
 def test_a_share_without_any_gradient_is_padded_by_one_image_without_gradient():
-    (one,) = backward_passes(torch.zeros(3, 2), {}, 4)
-    assert one.is_padding
-    assert one.rows == slice(0, 1)
-    assert torch.equal(one.gradient, torch.zeros(1, 2))
+    (item,) = backward_passes(torch.zeros(3, 2), {}, 4)
+    assert item.is_padding
+    assert item.rows == slice(0, 1)
+    assert torch.equal(item.gradient, torch.zeros(1, 2))
 
 
 def test_only_a_lack_of_memory_is_one():

@@ -247,8 +247,8 @@ def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    for known in [name for name in fsspec.registry if name == scheme]:
-        monkeypatch.delitem(_registry, known)
+    for names in [name for name in fsspec.registry if name == scheme]:
+        monkeypatch.delitem(_registry, names)
     with pytest.raises(
         DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"
     ):
@@ -262,18 +262,18 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
     expected = ImageSet(shards, load_index(shards))
     reader = ImageSet(source, load_index(source))
     assert reader.index.fingerprint == expected.index.fingerprint
-    own = indexed_images(shards, 9)
+    own_row = indexed_images(shards, 9)
     images = indexed_images(source, 9, workers=workers)
     # of this process, whose counts a fork begins with
     images.read_from.storage.meter["read_bytes"] = 7
     web.requests.clear()
-    shares = [own.shares(range(1)), images.shares(range(1))]
-    here, there = map(next, shares)
-    assert np.array_equal(here.images(slice(0, 9)), there.images(slice(0, 9)))
-    assert here.samples.tolist() == there.samples.tolist()
+    shares = [own_row.shares(range(1)), images.shares(range(1))]
+    here, on_disk = map(next, shares)
+    assert np.array_equal(here.images(slice(0, 9)), on_disk.images(slice(0, 9)))
+    assert here.samples.tolist() == on_disk.samples.tolist()
     size = sum(int(expected.index.size[sample]) for sample in range(9))
     if workers:
-        assert there.traffic == Counter(read_bytes=size)
+        assert on_disk.traffic == Counter(read_bytes=size)
     assert len(web.requests) == (9 if kind == "http" else 0)
 
 

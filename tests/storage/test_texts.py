@@ -107,10 +107,10 @@ def test_messages_keep_their_lines_and_lose_what_commands_a_terminal():
     ],
 )
 def test_an_error_names_a_place_without_its_secret(place):
-    told = str(DistapError(f"cannot read '{place}': no such file"))
-    assert "WORD" not in told
-    assert told.startswith("cannot read '")
-    assert told.endswith("no such file")
+    message = str(DistapError("storage.missing", f"cannot read '{place}': no such file"))
+    assert "WORD" not in message
+    assert message.startswith("cannot read '")
+    assert message.endswith("no such file")
     assert holds_secret(place)
 
 
@@ -123,21 +123,22 @@ def test_a_place_without_a_secret_is_told_as_it_is(place):
 
 
 def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
-    told = str(DistapError(f"x.json: wrong: {'a' * 10**7}; write it again"))
-    assert len(told) < 10_000
-    assert told.startswith("x.json: wrong: a")
-    assert told.endswith("a; write it again")
+    message = str(DistapError("data.damaged", f"x.json: wrong: {'a' * 10**7}; write it again"))
+    assert len(message) < 10_000
+    assert message.startswith("x.json: wrong: a")
+    assert message.endswith("a; write it again")
 
 
 def test_an_error_names_each_of_many_files():
-    told = str(
+    message = str(
         DistapError(
+            "data.damaged",
             "\n".join(
                 ["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]
-            )
+            ),
         )
     )
-    assert told.count(".tar: cut short") == 1000
+    assert message.count(".tar: cut short") == 1000
 
 
 def test_the_error_of_a_record_that_is_no_utf8_does_not_repeat_it(tmp_path):

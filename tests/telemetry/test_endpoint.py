@@ -173,8 +173,8 @@ def connected(url):
 )
 def test_a_port_that_is_taken_or_an_address_of_another_host_is_named(endpoint, address, why):
     port = int(endpoint[1].rpartition(":")[2])
-    told = rf"metrics\.port: cannot listen on {address}:{port}: {why}.*; choose another"
-    with pytest.raises(DistapError, match=told), Endpoint().served(port, address):
+    message = rf"metrics\.port: cannot listen on {address}:{port}: {why}.*; choose another"
+    with pytest.raises(DistapError, match=message), Endpoint().served(port, address):
         pass
 
 

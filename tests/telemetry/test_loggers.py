@@ -131,8 +131,8 @@ def test_weights_and_biases_goes_on_in_the_run_that_was_interrupted(trained):
         for record in wandb_records(path)
         if record.run.run_id
     ]
-    assert {one.run_id for one in settings} == {(trained / "loggers" / "wandb").read_text()}
-    assert [one.display_name for one in settings] == ["run", "run"]
+    assert {value.run_id for value in settings} == {(trained / "loggers" / "wandb").read_text()}
+    assert [value.display_name for value in settings] == ["run", "run"]
     assert (
         json.loads({item.key: item.value_json for item in settings[0].config.update}["steps"]) == 4
     )

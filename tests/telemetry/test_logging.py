@@ -65,10 +65,10 @@ def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
 
 
 def test_each_message_is_one_object_whoever_says_it_with_its_figures(lines):
-    _, first, told, warned, of_other, of_python, *_ = lines
+    _, first, message, warned, of_other, of_python, *_ = lines
     assert first["message"] == "step 3/5  loss 0.6"  # one item does not tell how long others take
-    assert (told["loss"], told["drift"]) == (0.5, None)
-    assert re.fullmatch(r"step 4/5  loss 0\.5, \S+ left", str(told["message"]))
+    assert (message["loss"], message["drift"]) == (0.5, None)
+    assert re.fullmatch(r"step 4/5  loss 0\.5, \S+ left", str(message["message"]))
     assert (warned["level"], warned["message"]) == ("warning", "two\nlines of 5%")
     assert [(line["logger"], line["level"]) for line in (of_other, of_python)] == [
         *(("other", "error"), ("py.warnings", "warning"))
@@ -95,10 +95,12 @@ def test_other_ranks_tell_only_warnings_and_worse():
 
 
 def test_text_without_a_terminal_says_the_same():
-    first, _, told, warned, *_ = said("text", 0)
+    first, _, message, warned, *_ = said("text", 0)
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=- before the first step", first)
-    assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=3 step 4/5  loss 0\.5, \S+ left", told)
+    assert re.fullmatch(
+        rf"{time} INFO run=mine rank=0 step=3 step 4/5  loss 0\.5, \S+ left", message
+    )
     assert re.fullmatch(rf"{time} WARNING run=mine rank=0 step=3 two", warned)
 
 

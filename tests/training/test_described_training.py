@@ -74,16 +74,16 @@ def trained(described, tmp_path_factory, training_shards):
 
 def of_head(run):
     return {
-        name.partition("head.")[2]: each
-        for name, each in parameters(run).items()
+        name.partition("head.")[2]: parameter
+        for name, parameter in parameters(run).items()
         if "head." in name
     }
 
 
 def test_the_head_learns_as_in_a_plain_loop_over_the_descriptors(described, trained, tmp_path):
-    known = read_descriptors(described / "train")
-    rows = torch.tensor(known.descriptors)
-    labels = torch.tensor(np.unique(known.classes, return_inverse=True)[1])
+    known_labels = read_descriptors(described / "train")
+    rows = torch.tensor(known_labels.descriptors)
+    labels = torch.tensor(np.unique(known_labels.classes, return_inverse=True)[1])
     start = load_recipe(
         trained / "recipe.yaml",
         [f"run={tmp_path}/start", "steps=1", "optimizer.learning_rate=1e-30"],
@@ -115,13 +115,14 @@ def train_on_a_rank(world, run, described, shards):
 def test_the_head_joins_its_backbone_wherever_the_run_is_read(
     described, trained, training_shards, tmp_path
 ):
-    known = read_descriptors(described / "test")
+    reference = read_descriptors(described / "test")
     layer = of_head(trained)
     joined = parameters(trained)
     assert all(
-        torch.equal(each, joined[name]) for name, each in parameters(described / "run").items()
+        torch.equal(parameter, joined[name])
+        for name, parameter in parameters(described / "run").items()
     )
-    expected = normalize(torch.tensor(known.descriptors) @ layer["weight"].T + layer["bias"])
+    expected = normalize(torch.tensor(reference.descriptors) @ layer["weight"].T + layer["bias"])
     with pytest.MonkeyPatch.context() as patch:
         assert (
             distap(patch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", trained)
@@ -133,14 +134,14 @@ def test_the_head_joins_its_backbone_wherever_the_run_is_read(
     )
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     of_run, of_export = (
-        library.load(one, device="cpu")(images) for one in (trained, tmp_path / "export")
+        library.load(item, device="cpu")(images) for item in (trained, tmp_path / "export")
     )
     assert of_run.shape == (2, 8) and torch.equal(of_run, of_export)
     recipe, network = trained_network(trained, World())
     (shown,) = [
-        each["validation"]
-        for each in read_run_log(trained)
-        if "validation" in each and each["step"] == STEPS
+        parameter["validation"]
+        for parameter in read_run_log(trained)
+        if "validation" in parameter and parameter["step"] == STEPS
     ]
     figures = (
         open_set(str(training_shards[1]))
@@ -267,8 +268,8 @@ def test_a_frozen_backbone_describes_images_that_no_step_varies_once(training_sh
     )
     assert not (again / "described").exists()
     expected = of_head(again)
-    for name, found in of_head(once).items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
+    for name, actual in of_head(once).items():
+        torch.testing.assert_close(actual, expected[name], rtol=1e-4, atol=1e-5)
     images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     torch.testing.assert_close(
         library.load(once, device="cpu")(images), library.load(again, device="cpu")(images)

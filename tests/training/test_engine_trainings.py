@@ -46,9 +46,9 @@ def train_until(world, run, shards, steps, **changes):
         lambda record: "stopping" not in str(record.msg) or not asked.set()
     )
 
-    def stopping(wanted, of):
-        for share in shares(wanted, of):
-            if share.step + 1 == steps < of:
+    def stopping(wanted, total):
+        for share in shares(wanted, total):
+            if share.step + 1 == steps < total:
                 signal.raise_signal(signal.SIGTERM)
                 assert asked.wait(60)  # for the thread that hears signals to say so
             yield share
@@ -92,9 +92,9 @@ def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_tr
     assert len(losses(runs / "all")) == len(ENGINES)
     steps = [entry for entry in read_run_log(runs / "all") if "loss" in entry]
     assert all(entry["seconds"]["reduce"] > 0 for entry in steps)
-    one, other = (parameters(runs / run) for run in ("ddp", "all"))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+    item, other = (parameters(runs / run) for run in ("ddp", "all"))
+    assert item.keys() == other.keys()
+    for name, tensor in item.items():
         assert (other[name] - tensor).double().norm() <= 1e-4 * tensor.double().norm() + 1e-5, name
 
 

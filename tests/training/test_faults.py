@@ -32,8 +32,10 @@ def distance(first: Run, second: Run) -> float:
     theirs = parameters(second.folder)
     start = network_of(load_recipe(first.config), World()).state_dict()
     apart, way = (
-        torch.cat([(ours[f"network.{name}"] - other).double().flatten() for name, other in others])
-        for others in ([(name, theirs[f"network.{name}"]) for name in start], start.items())
+        torch.cat(
+            [(ours[f"network.{name}"] - other).double().flatten() for name, other in remaining]
+        )
+        for remaining in ([(name, theirs[f"network.{name}"]) for name in start], start.items())
     )
     return float(apart.norm() / way.norm())
 
@@ -136,13 +138,13 @@ def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, trainin
     options = "--nnodes=2 --nproc-per-node=1 --master-port=29471 --node-rank="
     first, second = (run.launch(f"{options}{number}") for number in range(2))
     with (
-        started(first, tmp_path, **run.environment) as one,
+        started(first, tmp_path, **run.environment) as item,
         started(second, tmp_path, **run.environment) as other,
     ):
-        one.wait_until(lambda: run.has_done(1))
-        one.process.terminate()
-        assert one.status() == other.status() == RESTART, one.said + other.said
-        stopped = int(re.search(r"stopped after step (\d+) of 10000", one.said + other.said)[1])
+        item.wait_until(lambda: run.has_done(1))
+        item.process.terminate()
+        assert item.status() == other.status() == RESTART, item.said + other.said
+        stopped = int(re.search(r"stopped after step (\d+) of 10000", item.said + other.said)[1])
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [
         f"step-{stopped:08d}"
     ]

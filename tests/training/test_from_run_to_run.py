@@ -124,19 +124,19 @@ def test_weights_that_are_nowhere_are_named_with_their_key(tmp_path, training_sh
 def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(
     tmp_path, training_shards, backbone
 ):
-    one = tmp_path / "one"
+    item = tmp_path / "one"
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
-    train(World(), one, training_shards, steps=1, model={**MODEL, "backbone": backbone})
+    train(World(), item, training_shards, steps=1, model={**MODEL, "backbone": backbone})
     second = {
         "steps": 4,
         "checkpoint": {"every": 2},
-        "model": from_run(one, backbone=backbone),
+        "model": from_run(item, backbone=backbone),
         "data__image_size": 48,
         "loss": "smooth_ap",
     }
     train(World(), whole, training_shards, **second)
-    shutil.rmtree(one)
+    shutil.rmtree(item)
     newest = list_checkpoints(whole / "checkpoints")[0]
     shutil.copytree(newest, resumed / "checkpoints" / newest.name)
     train(World(), resumed, training_shards, **second)
@@ -207,8 +207,8 @@ def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(
 def test_a_run_that_drew_its_batches_in_another_way_does_not_go_on(tmp_path, training_shards):
     train(World(), tmp_path / "run", training_shards, steps=1)
     (folder,) = list_checkpoints(tmp_path / "run/checkpoints")
-    about = checkpoints_of(tmp_path / "run").manifest(folder.name).about
-    rewrite_manifest(folder, about=about | {"order": 1})
+    record = checkpoints_of(tmp_path / "run").manifest(folder.name).about
+    rewrite_manifest(folder, about=record | {"order": 1})
     with pytest.raises(
         DistapError,
         match="batches by version 1 of the plan, and this distap by version 2: finish it",
@@ -319,8 +319,10 @@ def test_the_lease_of_a_training_that_is_gone_is_taken_over(
 ):
     trainer = Trainer(prepare(recipe(tmp_path, training_shards, steps=1), World()), World())
     with trainer.state.leased():
-        own = lease(tmp_path)
-    write_lease(tmp_path, **changes | ({"process": own["process"]} if "process" in changes else {}))
+        our_lease = lease(tmp_path)
+    write_lease(
+        tmp_path, **changes | ({"process": our_lease["process"]} if "process" in changes else {})
+    )
     train(World(), tmp_path, training_shards, steps=1)
     assert f"taking over the lease of host a, pid {changes.get('pid', 7)}, " in caplog.text
     assert f": {reason}" in caplog.text

@@ -92,7 +92,7 @@ def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, sha
         "also": {"again": {"data": str(shards[0]), "figures": ["R@1"]}},
     }
     train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
-    (found,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
+    (actual,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
     network = distap.load(tmp_path)
     index = load_index(shards[0])
     reader = ImageSet(shards[0], index)
@@ -100,11 +100,11 @@ def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, sha
         descriptors = network.describe([reader.data(sample) for sample in range(len(index))])
     levels = [levels_of(int(path.split("/")[1])) for path in index.path.tolist()]
     expected = distap.evaluate(descriptors, levels, figures=["mAP", *names])
-    assert found["validation"] == pytest.approx(
-        {key: expected[key] for key in found["validation"]}, abs=1e-6
+    assert actual["validation"] == pytest.approx(
+        {key: expected[key] for key in actual["validation"]}, abs=1e-6
     )
-    assert {"mAP", "level 1 mAP", "level 2 mAP", "H-AP", "NDCG"} <= found["validation"].keys()
-    assert list(found["also"]["again"]) == ["mAP", "R@1"]
+    assert {"mAP", "level 1 mAP", "level 2 mAP", "H-AP", "NDCG"} <= actual["validation"].keys()
+    assert list(actual["also"]["again"]) == ["mAP", "R@1"]
 
 
 def test_a_level_that_the_index_lacks_is_refused(tmp_path, shards):

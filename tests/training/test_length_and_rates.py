@@ -68,8 +68,8 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
     assert "and every 1 epochs" in caplog.text
     log = read_run_log(tmp_path / "run")
     in_steps = RateSchedule("cosine", warmup=2.16)
-    found = [entry["learning_rate"] for entry in log if "loss" in entry]
-    assert found == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
+    actual = [entry["learning_rate"] for entry in log if "loss" in entry]
+    assert actual == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
     assert [entry["step"] for entry in log if "validation" in entry] == [0, 3, 5, 6]
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-2:] == [
         "5",
@@ -144,9 +144,9 @@ def test_a_run_with_everything_goes_on_bit_for_bit(tmp_path, training_shards, ra
     expected = tensors(tmp_path / "whole")
     assert any(name.startswith("ema.") for name in expected)
     for step in (2, 5):
-        found = tensors(tmp_path / f"from-{step}")
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        actual = tensors(tmp_path / f"from-{step}")
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
         assert losses(tmp_path / f"from-{step}") == losses(tmp_path / "whole")[step:]
 
 

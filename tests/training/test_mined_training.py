@@ -46,7 +46,9 @@ def test_each_class_brings_those_that_are_nearest_to_it():
     )
     pairs = np.arange(12) // 3 * 3  # four groups of three, each nearest to the others of its own
     groups = enumerate((pairs[:, None] + np.arange(3)).tolist())
-    nearest = np.array([[own, *(one for one in group if one != own)] for own, group in groups])
+    nearest = np.array(
+        [[own, *(neighbour for neighbour in group if neighbour != own)] for own, group in groups]
+    )
     near = Classes(classes.labels, nearest=nearest)
     plan = Plan(near, sampling, 0)
     batches = [plan.batch(step) for step in range(40)]
@@ -84,7 +86,7 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
     settings = recipe(tmp_path, training_shards, **SETTINGS | {"steps": 1})
     trainer = Trainer(prepare(settings, World()), World())
     trainer.train()
-    found = trainer.images.plan.classes.nearest
+    actual = trainer.images.plan.classes.nearest
     index = load_index(training_shards[0])
     network = network_of(settings, World())
     described = open_set(str(training_shards[0])).describe(
@@ -96,10 +98,10 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     usable = index.classes.with_pairs
     for label in usable:
-        others = [other for other in usable if other != label]
-        assert found[label].tolist() == [
+        remaining = [other for other in usable if other != label]
+        assert actual[label].tolist() == [
             label,
-            max(others, key=lambda other: float(means[label] @ means[other])),
+            max(remaining, key=lambda other: float(means[label] @ means[other])),
         ]
 
 

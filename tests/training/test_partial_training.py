@@ -52,15 +52,15 @@ PARTS = {
 }
 
 
-def settings_of(part, engine="ddp"):
-    layered = {} if "adapter" in PARTS[part] else {"layer_decay": 0.7}
+def settings_of(subset, engine="ddp"):
+    layered = {} if "adapter" in PARTS[subset] else {"layer_decay": 0.7}
     optimizer = {"name": "adamw", "backbone": {"weight_decay": 0.1}, "eps": 1e-4} | layered
-    model = OF_TIMM | PARTS[part]
+    model = OF_TIMM | PARTS[subset]
     return recipe("run", ("none",), model=model, optimizer=optimizer, engine=engine, ema=DECAY)
 
 
-def learner(world, part, engine="ddp", dtype=torch.float64):
-    read = settings_of(part, engine)
+def learner(world, subset, engine="ddp", dtype=torch.float64):
+    read = settings_of(subset, engine)
     network = network_of(read, world).to(dtype).train()
     return learner_of(read, network, world)
 
@@ -69,59 +69,64 @@ def batch():
     return noise(IMAGES, 32), torch.arange(IMAGES) % 3
 
 
-def trained(world, part, engine="ddp", dtype=torch.float64, keep=0):
+def trained(world, subset, engine="ddp", dtype=torch.float64, keep=0):
     """State after two steps, whether the first and the last block had a graph, and the greatest
     replay drift.
     """
-    one = learner(world, part, engine, dtype)
+    network = learner(world, subset, engine, dtype)
     step = TrainingStep(
-        ThreeStages(one.replica, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep)), one
+        ThreeStages(network.replica, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep)),
+        network,
     )
-    first, *_, last = one.network.backbone.blocks
+    first, *_, last = network.network.backbone.blocks
     has_graph = {first: False, last: False}
     for block in has_graph:
         block.register_forward_hook(
-            lambda of, _, out: has_graph.update({of: has_graph[of] or out.requires_grad})
+            lambda module, _, out: has_graph.update(
+                {module: has_graph[module] or out.requires_grad}
+            )
         )
     drift = max(
         step(TensorBatch(*batch(), world, n), learning_rate=RATE).replay_drift for n in range(STEPS)
     )
     state = {
         k: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
-        for k, t in one.state_dict().items()
+        for k, t in network.state_dict().items()
     }
-    again = learner(world, part, engine, dtype)
+    again = learner(world, subset, engine, dtype)
     again.load_state_dict(state)
-    found = {
+    actual = {
         k: (t.full_tensor() if isinstance(t, DTensor) else t) for k, t in again.state_dict().items()
     }
-    assert found.keys() == state.keys() and all(
-        torch.equal(found[key], state[key]) for key in state
+    assert actual.keys() == state.keys() and all(
+        torch.equal(actual[key], state[key]) for key in state
     )
     return state, [*has_graph.values()], drift
 
 
-def by_autograd(part, ranks, dtype=torch.float64):
+def by_autograd(subset, ranks, dtype=torch.float64):
     """The same steps over the whole batch at once, with random numbers drawn as the ranks draw
     them.
     """
-    one = learner(World(), part, dtype=dtype)
+    parameter = learner(World(), subset, dtype=dtype)
     (images, labels) = batch()
     for number in range(STEPS):
         descriptors = [None] * IMAGES
         for first in range(ranks):
             for slots in torch.arange(first, IMAGES, ranks).split(SIZE):
                 torch.manual_seed(seed_for(DROPOUT, 0, number, int(slots[0])))
-                for slot, row in zip(slots.tolist(), one.network(images[slots]), strict=True):
+                for slot, row in zip(slots.tolist(), parameter.network(images[slots]), strict=True):
                     descriptors[slot] = row
         whole = torch.stack(descriptors)
         whole.backward(rank(whole.detach(), labels, "smooth_ap", tau=0.1).gradient)
-        one.update(RATE)
-    return one.state_dict(), {name for name, p in one.network.named_parameters() if p.requires_grad}
+        parameter.update(RATE)
+    return parameter.state_dict(), {
+        name for name, p in parameter.network.named_parameters() if p.requires_grad
+    }
 
 
 def on_each(world, cases):
-    return {part: [trained(world, part, *case) for case in cases] for part in PARTS}
+    return {subset: [trained(world, subset, *case) for case in cases] for subset in PARTS}
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +140,10 @@ def under_zero():
     return on_ranks(2, on_each, [({"name": "deepspeed", "stage": 2}, torch.float32)])
 
 
-def check(found, part, ranks, dtype=torch.float64, **exactness):
-    expected, learns = by_autograd(part, ranks, dtype)
-    before = learner(World(), part, dtype=dtype).network.state_dict()
-    for state, has_graph, drift in found:
+def check(actual, subset, ranks, dtype=torch.float64, **exactness):
+    expected, learns = by_autograd(subset, ranks, dtype)
+    before = learner(World(), subset, dtype=dtype).network.state_dict()
+    for state, has_graph, drift in actual:
         assert drift <= (1e-12 if dtype == torch.float64 else 1e-5)
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor, **exactness, msg=key)
@@ -154,7 +159,7 @@ def check(found, part, ranks, dtype=torch.float64, **exactness):
         )
         for key, tensor in before.items():
             assert torch.equal(state[f"network.{key}"], tensor) == (key not in learns), key
-        assert has_graph == [part in ("patterns", "lora"), part != "head"]
+        assert has_graph == [subset in ("patterns", "lora"), subset != "head"]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -164,14 +169,14 @@ def test_a_part_trains_exactly_on_one_rank(part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_trains_exactly_under_ddp_and_fsdp(exact, part):
-    for found in exact:
-        check(found[part], part, 2, rtol=1e-9, atol=1e-12)
+    for answer in exact:
+        check(answer[part], part, 2, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_trains_under_zero(under_zero, part):
-    for found in under_zero:
-        check(found[part], part, 2, torch.float32, rtol=1e-3, atol=1e-5)
+    for answer in under_zero:
+        check(answer[part], part, 2, torch.float32, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("part", "layer_decay"), [("last blocks", 0.7), ("lora", None)])
@@ -188,9 +193,9 @@ def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(
     second = "checkpoints/step-00000002"
     shutil.copytree(tmp_path / "whole" / second, tmp_path / "parts" / second)
     train(World(), tmp_path / "parts", training_shards, **changes)
-    one, other = (found_checkpoint(tmp_path / run).tensors() for run in ("whole", "parts"))
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert any(".state.backbone.blocks.0." in key for key in one) == (part == "lora")
+    item, other = (found_checkpoint(tmp_path / run).tensors() for run in ("whole", "parts"))
+    assert item.keys() == other.keys() and all(torch.equal(item[key], other[key]) for key in item)
+    assert any(".state.backbone.blocks.0." in key for key in item) == (part == "lora")
 
 
 def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training_shards):
@@ -247,8 +252,8 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
         "backbone": base.pretrained_cfg["architecture"]
     }
     if part == "dora":  # a network and its weights by the name of their folder, as those of a hub
-        about = {"mean": [0.1, 0.2, 0.3], "input_size": [3, 160, 160], "fixed_input_size": True}
-        config = {"architecture": "test_vit", "num_classes": 0, "pretrained_cfg": about}
+        record = {"mean": [0.1, 0.2, 0.3], "input_size": [3, 160, 160], "fixed_input_size": True}
+        config = {"architecture": "test_vit", "num_classes": 0, "pretrained_cfg": record}
         (tmp_path / "base/config.json").write_text(json.dumps(config))
         model |= {"weights": "timm", "backbone": f"local-dir:{weights.parent}"}
     options = {
@@ -263,7 +268,7 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
     whole = distap.load(run, device="cpu")
     export_to_folder(run, small, ("adapter",))
     changed = load_file(small / "changed.safetensors")
-    assert {next(one for one in patterns if fnmatch(name, one)) for name in changed} == set(
+    assert {next(item for item in patterns if fnmatch(name, item)) for name in changed} == set(
         patterns
     )
     distap.load(small, device="cpu").write(small, changes_only=True)
@@ -273,10 +278,10 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
         import peft  # takes a second, which no other test should wait
 
         adapted = peft.PeftModel.from_pretrained(base, small).merge_and_unload().state_dict()
-        own = whole.network.network.backbone.state_dict()
-        assert all(torch.equal(tensor, own[name]) for name, tensor in adapted.items())
+        state = whole.network.network.backbone.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in adapted.items())
     save_file(
-        {name: one + 1 if "1.bias" in name else one for name, one in load_file(weights).items()},
+        {name: item + 1 if "1.bias" in name else item for name, item in load_file(weights).items()},
         weights,
     )
     for message in (
@@ -339,11 +344,11 @@ def test_layer_decay_with_adapters_is_refused():
 
 
 def test_a_factor_of_0_names_the_key_to_use():
-    for part, instead in (("backbone", "backbone"), ("pooling", r'\["pooling\.\*"\]')):
+    for section, instead in (("backbone", "backbone"), ("pooling", r'\["pooling\.\*"\]')):
         with pytest.raises(
-            DistapError, match=rf"optimizer\.{part}: .*set model\.freeze: {instead}"
+            DistapError, match=rf"optimizer\.{section}: .*set model\.freeze: {instead}"
         ):
-            recipe("run", ("none",), optimizer={part: {"factor": 0}})
+            recipe("run", ("none",), optimizer={section: {"factor": 0}})
     assert recipe("run", ("none",), optimizer={"loss": {"factor": 0}}).optimizer.loss.factor == 0
 
 
@@ -362,8 +367,14 @@ def test_the_first_blocks_are_those_of_timm(backbone, count, first, last):
         recipe("run", ("none",), model={"backbone": backbone, "weights": "random"}), World()
     )
     freeze(network, {"blocks": count})
-    frozen = [name for name, one in network.backbone.named_parameters() if not one.requires_grad]
-    trained = [name for name, one in network.backbone.named_parameters() if one.requires_grad]
+    frozen = [
+        name
+        for name, parameter in network.backbone.named_parameters()
+        if not parameter.requires_grad
+    ]
+    trained = [
+        name for name, parameter in network.backbone.named_parameters() if parameter.requires_grad
+    ]
     assert any(name.startswith(first) for name in frozen) and any(
         name.startswith(last) for name in frozen
     )

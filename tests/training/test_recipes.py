@@ -158,8 +158,8 @@ def test_a_recipe_of_a_loss_that_another_one_trains_is_built(folder, name, monke
 
 
 def keys_that_differ(*names):
-    own, other = (dict(by_path(load_recipe(Path(name)).model_dump(), ".")) for name in names)
-    return {key for key in own.keys() | other.keys() if own.get(key) != other.get(key)}
+    ours, other = (dict(by_path(load_recipe(Path(name)).model_dump(), ".")) for name in names)
+    return {key for key in ours.keys() | other.keys() if ours.get(key) != other.get(key)}
 
 
 @pytest.mark.parametrize("name", LARGER)

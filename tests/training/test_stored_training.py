@@ -109,8 +109,8 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
 
 def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, training_shards):
     with s3_server():
-        for part, folder in zip(("train", "test"), training_shards, strict=True):
-            s3_files().put(f"{folder}/", f"s3://shards/{part}/", recursive=True)
+        for split, folder in zip(("train", "test"), training_shards, strict=True):
+            s3_files().put(f"{folder}/", f"s3://shards/{split}/", recursive=True)
         sets = {"train": "s3://shards/train/*.tar", "validation": "s3://shards/test"}
         index_shards(sets["train"])
         local = dict(zip(sets, map(str, training_shards), strict=True)) | {

@@ -25,11 +25,11 @@ def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(
     shutil.copytree(training_shards[1], without)
     (without / "index.npz").unlink()
     Trainer(prepare(recipe(tmp_path / "run", (without,), **changes), World()), World())
-    told = (
+    message = (
         f"{without} has no index, so nothing checks whether it shares classes with"
         f" {training_shards[1]}"
     )
-    assert told in caplog.text
+    assert message in caplog.text
 
 
 def test_shards_of_others_train_without_an_index_and_a_run_goes_on(tmp_path):

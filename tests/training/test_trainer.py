@@ -118,8 +118,8 @@ def test_a_damaged_checkpoint_is_passed_over_until_training_writes_its_step_agai
     )
     assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
     assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
-    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert kept == ["step-00000002", "step-00000004.1"]
+    kept_names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept_names == ["step-00000002", "step-00000004.1"]
 
 
 def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
@@ -204,8 +204,8 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
         if "validation" in entry
     }
     best = max(scores, key=lambda step: (scores[step], -step))
-    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+    kept_names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept_names == sorted({f"step-{best:08d}", "step-00000006"})
     assert found_checkpoint(tmp_path, best=True).manifest.score == scores[best]
     _, network = trained_network(tmp_path, World(), best=True)
     assert isinstance(network.state_dict()["pooling.power"], torch.Tensor)
@@ -341,13 +341,13 @@ def start_apart(world, run, shards):
         (shards, {"steps": 2 + world.rank}),
         (shards, {"data__workers": world.rank}),
     )
-    said = []
-    for own, changes in apart:
+    output = []
+    for folder, changes in apart:
         try:
-            said.append(Trainer(prepare(recipe(run, own, **changes), world), world).train())
+            output.append(Trainer(prepare(recipe(run, folder, **changes), world), world).train())
         except DistapError as error:
-            said.append(str(error))
-    return said
+            output.append(str(error))
+    return output
 
 
 def test_ranks_that_do_not_train_the_same_are_refused_on_every_rank(tmp_path, training_shards):
@@ -366,8 +366,10 @@ def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shard
     for entry in read_run_log(tmp_path):
         if "loss" in entry:
             seconds = entry["seconds"]
-            parts = sum(value for name, value in seconds.items() if name not in ("step", "network"))
-            assert parts == pytest.approx(seconds["step"], abs=1e-4)
+            stages = sum(
+                value for name, value in seconds.items() if name not in ("step", "network")
+            )
+            assert stages == pytest.approx(seconds["step"], abs=1e-4)
             assert 0 < seconds["network"] < seconds["step"]
 
 
@@ -384,9 +386,9 @@ def spoilt_on_one_rank(world, run, shards, changes):
         return result
 
     trainer.step = spoiling
-    with pytest.raises(DistapError) as found:
+    with pytest.raises(DistapError) as actual:
         trainer.train()
-    return str(found.value)
+    return str(actual.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -394,9 +396,9 @@ def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(
     tmp_path, training_shards, ranks
 ):
     changes = {"steps": 4, "checkpoint": {"every": 2}, "optimizer": DESCENT}
-    *others, last = on_ranks(ranks, spoilt_on_one_rank, tmp_path, training_shards, changes)
+    *remaining, last = on_ranks(ranks, spoilt_on_one_rank, tmp_path, training_shards, changes)
     assert "step 4: network." in last and "is not finite, so no checkpoint is written" in last
-    assert all("the state of another rank is not finite" in other for other in others)
+    assert all("the state of another rank is not finite" in other for other in remaining)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
     train(World(), tmp_path, training_shards, **changes)  # goes on from there
     assert len(losses(tmp_path)) == 4

@@ -26,9 +26,9 @@ PARTS = "train", "validation"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
-    for seed, part in enumerate(PARTS):
+    for seed, split in enumerate(PARTS):
         write_images(
-            folder / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed
+            folder / split, {f"{split}-{number}": 3 + number % 4 for number in range(12)}, 40, seed
         )
     return folder
 
@@ -81,7 +81,7 @@ class ApartLoss:
 
 
 def trained_by_names(_, run, folders):
-    data = {part: f"imagefolder:{folders / part}" for part in PARTS}
+    data = {split: f"imagefolder:{folders / split}" for split in PARTS}
     distap.train(
         recipe(run),
         {"loss": {"name": "smooth_ap", "tau": 0.1}, "data": data, "evaluation.every": 2},
@@ -89,7 +89,7 @@ def trained_by_names(_, run, folders):
 
 
 def trained_by_objects(_, run, folders):
-    data = {part: ImageFolder(folders / part) for part in PARTS}
+    data = {split: ImageFolder(folders / split) for split in PARTS}
     assert (
         distap.train(recipe(run), {"evaluation.every": 2}, loss=SmoothAP(tau=0.1), data=data) == run
     )
@@ -105,7 +105,7 @@ def test_a_gallery_may_be_an_object_too(tmp_path, folders):
     )
     places = {"train": folders / "train", "validation": folders / "validation", "gallery": gallery}
     for name, kind in (("named", "imagefolder:{}".format), ("given", ImageFolder)):
-        data = {part: kind(folder) for part, folder in places.items()}
+        data = {split: kind(folder) for split, folder in places.items()}
         distap.train(recipe(tmp_path / name, steps=1), data=data)
     assert figures(tmp_path / "given") == figures(tmp_path / "named")
     assert 0 < figures(tmp_path / "given")[0]["mAP"] < 1
@@ -115,22 +115,22 @@ def test_a_gallery_may_be_an_object_too(tmp_path, folders):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_objects_train_as_their_names_do(tmp_path, folders, ranks):
     named = tmp_path / "named"
-    given = tmp_path / "given"
-    for run, train in ((named, trained_by_names), (given, trained_by_objects)):
+    inputs = tmp_path / "given"
+    for run, train in ((named, trained_by_names), (inputs, trained_by_objects)):
         train(None, run, folders) if ranks == 1 else on_ranks(
             ranks, train, run, folders, joins=False
         )
-    assert losses(given) == losses(named) and len(losses(named)) == 4
-    assert figures(given) == figures(named) and len(figures(named)) == 3
-    ours = parameters(given)
+    assert losses(inputs) == losses(named) and len(losses(named)) == 4
+    assert figures(inputs) == figures(named) and len(figures(named)) == 3
+    ours = parameters(inputs)
     theirs = parameters(named)
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in theirs
     )
-    record = yaml.safe_load((given / "recipe.yaml").read_text())
+    record = yaml.safe_load((inputs / "recipe.yaml").read_text())
     assert record["loss"]["name"] == "smooth_ap" and record["loss"]["tau"] == 0.1
     assert record["data"]["train"] == "given:torchvision.datasets.folder:ImageFolder"
-    assert distap.load(given, device="cpu").dimensions == 96
+    assert distap.load(inputs, device="cpu").dimensions == 96
 
 
 def test_a_stopped_training_goes_on_as_if_undisturbed_and_its_network_can_be_loaded(

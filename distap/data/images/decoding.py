@@ -174,8 +174,14 @@ class EncodedImage:
         """
         factor = reduction(box, shape)
         across, down, transposed = self._turns
-        scale = factor if self._is_jpeg else 1  # of what is decoded
+        # Only JPEG is decoded at reduced scale; the blocks of others are cut out of full pixels.
+        scale = factor if self._is_jpeg else 1
         pixels = self._stored(factor)
+        # At 1/f, each decoded pixel stands for a block of f x f pixels of the file:
+        #
+        #     f = 4    | 0 1 2 3 | 4 5 6 7 | 8 9          the third block is not whole, and dropped
+        #     box          2 ... 7                        becomes 0 ... 8, that is pixels 0 and 1
+        #
         # Blocks that are not whole lie at the end of the stored image, which may be the upright
         # one's beginning.
         rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])

@@ -29,7 +29,7 @@ class ClassesSampling(RandomSampling):
         needed = 2 * data.count
         if self.batch_size < needed:
             raise DistapError(
-                "sampling.batch_too_small",
+                "sampling.too_small",
                 f"sampling.batch_size is {self.batch_size}, but `classes` takes two of each of"
                 f" {data.count} classes: set it to {needed} or more, or choose p_by_k",
             )

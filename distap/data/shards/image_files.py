@@ -25,6 +25,7 @@ from distap.storage.names import as_on_disk, composed
 from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
+# Threads that look at files, and how many files each takes at once.
 STAT_THREADS = 32
 STAT_CHUNK = 256
 

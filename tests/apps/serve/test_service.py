@@ -187,11 +187,11 @@ def test_an_upload_for_which_the_disk_has_no_room_is_told_so_in_one_line(searche
 
 def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
     async def story(made):
-        part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n1\r\n--b--\r\n'
+        body = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n1\r\n--b--\r\n'
         async with client_of(made) as client:
             for charset in sorted({*aliases.values(), "undefined", "idna", "none"}):
                 kind = {"Content-Type": f"multipart/form-data; boundary=b; charset={charset}"}
-                answer = await client.post("/api/search", content=part, headers=kind)
+                answer = await client.post("/api/search", content=body, headers=kind)
                 assert answer.status_code in (400, 422), charset
 
     with service(searcher) as made:
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
             (name.lower().encode(), value.encode())
             for name, value in (MULTIPART | {"Host": "localhost"}).items()
         ]
-        about = {
+        record = {
             "method": "POST",
             "path": "/api/search",
             "raw_path": b"/api/search",
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
             "headers": headers,
             "scheme": "http",
             "server": ("test", 80),
-            **about,
+            **record,
         }
         await app(
             {**scope, "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"}},

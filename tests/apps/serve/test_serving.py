@@ -17,18 +17,18 @@ from distap.retrieval.indexing import Hit
 ALIKE = 1e-5  # similarities, whatever the number of threads
 
 
-def require_right(answer: httpx.Response, every: list[Hit], k: int) -> None:
+def require_right(answer: httpx.Response, all_names: list[Hit], k: int) -> None:
     """The answer has the first of all hits that the network and the index give directly."""
     assert answer.status_code == 200, answer.text
     hits = answer.json()["hits"]
-    similarity = {hit.key: hit.similarity for hit in every}
+    similarity = {hit.key: hit.similarity for hit in all_names}
     np.testing.assert_allclose(
         [hit["similarity"] for hit in hits],
-        [hit.similarity for hit in every[:k]],
+        [hit.similarity for hit in all_names[:k]],
         rtol=0,
         atol=ALIKE,
     )
-    assert [hit["rank"] for hit in hits] == list(range(1, len(every[:k]) + 1))
+    assert [hit["rank"] for hit in hits] == list(range(1, len(all_names[:k]) + 1))
     assert len({hit["key"] for hit in hits}) == len(hits)
     assert all(abs(hit["similarity"] - similarity[hit["key"]]) < ALIKE for hit in hits)
 
@@ -155,12 +155,12 @@ def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher
                 await client.post("/api/search", content=content, headers=headers), status, reason
             )
             return
-        which = number % len(images)
+        number_of_image = number % len(images)
         k = 1 + number % 40
         answer = await client.post(
-            "/api/search", params={"k": k}, content=body(images[which]), headers=MULTIPART
+            "/api/search", params={"k": k}, content=body(images[number_of_image]), headers=MULTIPART
         )
-        require_right(answer, expected[which], k)
+        require_right(answer, expected[number_of_image], k)
         if number % 5 == 0:
             picture = await client.get(answer.json()["hits"][0]["picture"])
             assert picture.content.startswith(b"\xff\xd8")

@@ -20,9 +20,10 @@ ZIPPY = "zippy_999/pos/P999_00"
 
 def people(train, query, gallery):
     """The images of each class of each split of re-identification, by the folders of its images."""
-    of = {"query": query, "gallery": gallery}
+    people_of = {"query": query, "gallery": gallery}
     return {"train": {"0001": 2, "0003": 2}} | {
-        split: {f"{folder}/{name}": 1 for name in PEOPLE[split]} for split, folder in of.items()
+        split: {f"{folder}/{name}": 1 for name in PEOPLE[split]}
+        for split, folder in people_of.items()
     }
 
 
@@ -338,8 +339,8 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
     source = tree("inaturalist")
     genera = {2761: "Pieris", 5: "Amanita", 11: "Parus", 7000: "Pieris"}
     names = {
-        number: ["Plantae" if number > 2761 else "Animalia", "P", "C", "O", "F", one]
-        for number, one in genera.items()
+        number: ["Plantae" if number > 2761 else "Animalia", "P", "C", "O", "F", item]
+        for number, item in genera.items()
     }
     ranks = ["kingdom", "phylum", "class", "order", "family", "genus"]
     listed = [

@@ -77,13 +77,13 @@ def test_ilias_groups_positives_by_scale_and_clutter(tmp_path):
     first, second = truth["queries"]
     assert first["positives"] == ["bold_bimp_000/pos/P000_00.jpg", "bold_bimp_000/pos/P000_01.jpg"]
     groups = {
-        name: [grade in own for grade in first["grades"]]
-        for name, own in truth["groups"].items()
+        name: [grade in grades for grade in first["grades"]]
+        for name, grades in truth["groups"].items()
         if name
     }
-    assert [name for name, own in groups.items() if own[0]] == ["scale 1", "clutter 1"]
-    assert [name for name, own in groups.items() if own[1]] == ["scale 4", "clutter 3"]
-    assert [name for name, own in truth["groups"].items() if second["grades"][0] in own] == [
+    assert [name for name, grades in groups.items() if grades[0]] == ["scale 1", "clutter 1"]
+    assert [name for name, grades in groups.items() if grades[1]] == ["scale 4", "clutter 3"]
+    assert [name for name, grades in truth["groups"].items() if second["grades"][0] in grades] == [
         "",
         "scale 3",
         "clutter 2",
@@ -101,8 +101,8 @@ def test_an_identity_is_right_by_another_camera_and_junk_by_the_same(name, tmp_p
 def test_a_place_is_right_within_25_metres(tmp_path):
     truth = read_truth(converted("places", tmp_path) / "ground_truth.json")
     names = list(load_index(tmp_path / "out/gallery").class_name)
-    (found,) = truth.of_gallery(truth.queries, names, torch.device("cpu")).positives
-    assert [names[row] for row in found] == ["@500024.00@4400000.00@near.jpg"]
+    (actual,) = truth.of_gallery(truth.queries, names, torch.device("cpu")).positives
+    assert [names[row] for row in actual] == ["@500024.00@4400000.00@near.jpg"]
 
 
 def test_an_instance_of_ijb_c_is_an_image_or_a_video_of_a_subject_with_five(tmp_path):
@@ -123,12 +123,17 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
     classes = np.array(
         ["cars/0", "cars/0", "sop/0", "gldv2/7|gldv2/8", "gldv2/7", "gldv2/8", "cars/7"]
     )
-    found = truth.of_classes(
+    actual = truth.of_classes(
         classes, np.arange(4), np.array([0, 1, 2, 4, 5, 6]), torch.device("cpu")
     )
-    assert [sorted(each.tolist()) for each in found.positives] == [[0, 1], [0, 1], [2], [3, 4]]
-    assert found.counts.tolist() == [1, 1, 0, 2]  # without the query itself
-    assert found.parts == ["cars", "cars", "sop", "gldv2"] and found.own.tolist() == [0, 1, 2, -1]
+    assert [sorted(element.tolist()) for element in actual.positives] == [
+        [0, 1],
+        [0, 1],
+        [2],
+        [3, 4],
+    ]
+    assert actual.counts.tolist() == [1, 1, 0, 2]  # without the query itself
+    assert actual.parts == ["cars", "cars", "sop", "gldv2"] and actual.own.tolist() == [0, 1, 2, -1]
 
 
 @pytest.mark.parametrize(
