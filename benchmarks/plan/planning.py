@@ -119,9 +119,17 @@ def cost_plan(
 def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
     rows = []
     for step in steps:
-        columns = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
         hours = math.nan if step["days"] is None else 24 * step["days"]
-        rows.append(SUMMARY.format(**step, **columns, hours=hours).replace("nan", "?").split("|"))
+        rows.append(
+            SUMMARY.format(
+                **step,
+                gb=sum(step["memory"].values()) / 1e9,
+                mark="" if step["fits"] else " !",
+                hours=hours,
+            )
+            .replace("nan", "?")
+            .split("|")
+        )
     tables = [text_table("a step", CAPTION, HEADINGS, rows)]
     for title, name, unit, form in (
         ("seconds a step", "seconds", 1.0, "{:.3g}"),

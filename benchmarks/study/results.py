@@ -370,13 +370,16 @@ def write_study(results: Results, file: Path) -> Path:
         else {}
     )
     texts = {"title": study.title, "about": study.about, "source": file.read_text(encoding="utf-8")}
-    values = {
-        "drawing": svg,
-        "headings": headings,
-        "cells": cells,
-        "notes": notes,
-        "made": facts,
-        **texts,
-    }
-    write_whole(page, text_of("study.html", **values))
+    write_whole(
+        page,
+        text_of(
+            "study.html",
+            drawing=svg,
+            headings=headings,
+            cells=cells,
+            notes=notes,
+            made=facts,
+            **texts,
+        ),
+    )
     return page
