@@ -118,7 +118,8 @@ class ApproximationsBenchmark(harness.Benchmark):
         for size in (*self.batch, *self.small):
             if size % self.images or size < 2 * self.images:
                 raise DistapError(
-                    f"{size} images are not two classes or more of {self.images} images each"
+                    "command.wrong_option",
+                    f"{size} images are not two classes or more of {self.images} images each",
                 )
         return self
 
@@ -247,7 +248,9 @@ class ApproximationsBenchmark(harness.Benchmark):
             row[name] = float((found.double() - exact).norm() / exact.norm())
             row[f"{name}_sine"] = 1 - cosine(found, exact)
             if not row[f"{name}_sine"] <= ROUNDING:
-                raise DistapError(f"{loss}: the gradient of {name} is not that of float64: {row}")
+                raise DistapError(
+                    "loss.inexact", f"{loss}: the gradient of {name} is not that of float64: {row}"
+                )
         return row
 
 

@@ -123,7 +123,10 @@ class EvaluationBenchmark(harness.Benchmark):
     def _gallery(self, gallery: int) -> harness.Report:
         """Evaluate queries in three protocols against a gallery of float16 in files."""
         if gallery < LABELLED_IMAGES:
-            raise DistapError(f"a gallery of {gallery} images; expected at least {LABELLED_IMAGES}")
+            raise DistapError(
+                "command.wrong_option",
+                f"a gallery of {gallery} images; expected at least {LABELLED_IMAGES}",
+            )
         with tempfile.TemporaryDirectory() as folder:
             queries, truth = write_gallery(Path(folder), gallery, self.dimensions, self.queries)
             parts = open_parts([folder], self.dimensions)

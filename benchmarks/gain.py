@@ -39,6 +39,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError, suggestion
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -46,7 +47,7 @@ from distap.storage.locations import part_of
 from distap.telemetry.runlog import append_line
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
-from distap.training.build import describing_of, network_of, trained_network
+from distap.training.build import network_of, trained_network
 from distap.training.prepared import prepare
 from distap.world import World
 
@@ -156,11 +157,15 @@ class GainBenchmark(harness.Benchmark):
             *(("--contender", name, [INIT, *IN_LOOPS]) for name in self.contender),
         ):
             if name not in names:
-                raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, names)}")
+                raise DistapError(
+                    "command.unknown_name",
+                    f"{option}: there is no {name!r}; {suggestion(name, names)}",
+                )
         wrong = [text for text in (*self.variant, *self.recipe) if ": " not in text]
         if wrong:
             raise DistapError(
-                f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for"
+                "command.wrong_option",
+                f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for",
             )
         changes = dict.fromkeys(self.contender, "") | dict(
             text.split(": ", 1) for text in (*self.variant, *self.recipe)

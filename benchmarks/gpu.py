@@ -125,10 +125,11 @@ class GPUBenchmark(harness.Benchmark):
         unknown = set(self.part) - set(PARTS)
         if unknown:
             raise DistapError(
-                f"--part {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}"
+                "command.wrong_option",
+                f"--part {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}",
             )
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise DistapError("no GPU is here; --device cpu measures the CPU")
+            raise DistapError("package.no_gpu", "no GPU is here; --device cpu measures the CPU")
         if self.out is not None:
             self.json_file = self.out / "gpu.json"
             self.page = self.out / "gpu.html"
@@ -163,14 +164,18 @@ class GPUBenchmark(harness.Benchmark):
             try:
                 output, _ = process.communicate(timeout=PARTS[name].seconds)
             except subprocess.TimeoutExpired:
-                raise DistapError(f"{name} took more than {PARTS[name].seconds} s") from None
+                raise DistapError(
+                    "run.too_slow", f"{name} took more than {PARTS[name].seconds} s"
+                ) from None
             finally:  # else a part that is broken off would go on to hold the GPU's memory
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.communicate()
             log.seek(0)
             if process.returncode:
-                raise DistapError(f"{name}: " + " | ".join(log.read().strip().splitlines()[-3:]))
+                raise DistapError(
+                    "run.failed", f"{name}: " + " | ".join(log.read().strip().splitlines()[-3:])
+                )
         return harness.worker_result(self, output, 0)
 
     def on_rank(self, world: World) -> harness.Row:
@@ -490,7 +495,8 @@ def _gradient(
     result = TrainingStep(stages, learner)(task.batch, RATE)
     if result.skipped:
         raise DistapError(
-            f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite"
+            "loss.not_finite",
+            f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite",
         )
     with learner.replica.describing():  # parameters are whole inside
         return (before - _parameters(network)) / RATE

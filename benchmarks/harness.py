@@ -188,7 +188,8 @@ def worker_result(benchmark: Benchmark, output: str, status: int) -> Any:
     printed = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
     if status or not printed:
         raise DistapError(
-            f"a process of the benchmark {benchmark.name} failed ({benchmark}); see above"
+            "run.failed",
+            f"a process of the benchmark {benchmark.name} failed ({benchmark}); see above",
         )
     return json.loads(printed[0])
 

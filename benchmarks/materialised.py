@@ -68,7 +68,9 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
         return torch.stack(
             [_recall(loss, descriptors, labels, query) for query in range(len(labels))]
         ).mean()
-    raise DistapError(f"{type(loss).__name__} has no materialised form here")
+    raise DistapError(
+        "loss.not_materialised", f"{type(loss).__name__} has no materialised form here"
+    )
 
 
 def released_recall_gradient(loss: RecallAtK, descriptors: Tensor, labels: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ class MetricLearning(DescriptorLoss, SizedLoss):
         try:
             return self._built(self.classes, self.dimensions)
         except ValueError as error:
-            raise DistapError(f"{error}; give the loss `classes` and `dimensions`") from error
+            raise DistapError(
+                "loss.value", f"{error}; give the loss `classes` and `dimensions`"
+            ) from error
 
     @property
     def learned(self) -> nn.Module | None:
@@ -75,7 +77,8 @@ def _package() -> ModuleType:
         return import_module("pytorch_metric_learning")
     except ImportError as error:
         raise DistapError(
-            "pytorch-metric-learning is missing: pip install 'distap[metric-learning]'"
+            "package.missing",
+            "pytorch-metric-learning is missing: pip install 'distap[metric-learning]'",
         ) from error
 
 

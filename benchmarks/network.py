@@ -208,11 +208,13 @@ def _refuse_without_tools() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise DistapError(
-            f"two hosts on one machine need {' and '.join(missing)}, of the package iproute2"
+            "package.missing",
+            f"two hosts on one machine need {' and '.join(missing)}, of the package iproute2",
         )
     if os.geteuid() != 0:
         raise DistapError(
-            "two hosts on one machine are network namespaces, which only root may make"
+            "command.not_root",
+            "two hosts on one machine are network namespaces, which only root may make",
         )
 
 
@@ -225,4 +227,4 @@ def _run(*command: str) -> None:
             if "qdisc kind is unknown" in problem
             else ""
         )
-        raise DistapError(f"{' '.join(command)}: {problem}{hint}")
+        raise DistapError("run.failed", f"{' '.join(command)}: {problem}{hint}")

@@ -253,8 +253,13 @@ class OMLPipeline(FullBatch):
 
     def __call__(self) -> None:
         task = self._task
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = self._lightning.Trainer(max_steps=1, enable_model_summary=False, **quiet)
+        trainer = self._lightning.Trainer(
+            max_steps=1,
+            enable_model_summary=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
         batch = {"input_tensors": task.images(slice(None)), "labels": task.batch.labels}
         trainer.fit(self._module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
 

@@ -71,7 +71,7 @@ def pack(
     listing = list_images(images) if isinstance(images, Path) else images
     if not isinstance(listing, Listing):
         if not listing:
-            raise DistapError(f"{output}: there are no images to pack")
+            raise DistapError("data.empty", f"{output}: there are no images to pack")
         listing = Listing(
             listing,
             (),
@@ -80,6 +80,7 @@ def pack(
     listings = listing.by_part()
     if len(listings) > 1:
         raise DistapError(
-            f"{output}: the list has several parts ({', '.join(listings)}); pack each by itself"
+            "data.several_parts",
+            f"{output}: the list has several parts ({', '.join(listings)}); pack each by itself",
         )
     return pack_parts({"": listing}, output, *arguments, **layout)[0]

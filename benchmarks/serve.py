@@ -50,7 +50,7 @@ def serve_command(
     above the number of clients, or it refuses those that find its queue full.
     """
     if (key is None) == (image is None):
-        raise DistapError("give --key or --image, and not both")
+        raise DistapError("command.key_and_image", "give --key or --image, and not both")
     urls = dict(server.split("=", 1) for server in servers)
     upload = None if image is None else image.read_bytes()
     loads = {name: Load() for name in urls}

@@ -127,9 +127,10 @@ class StepBenchmark(harness.Benchmark):
         for batch in (self.batch, *self.memory_batch):
             if batch % self.world_size or batch % IMAGES_A_CLASS or batch < 2 * IMAGES_A_CLASS:
                 raise DistapError(
+                    "command.wrong_option",
                     f"a batch of {batch} images cannot be compared; expected a multiple of the"
                     f" ranks ({self.world_size}) and of the images of a class ({IMAGES_A_CLASS}),"
-                    " and two classes at least"
+                    " and two classes at least",
                 )
         return self
 
@@ -227,8 +228,9 @@ class StepBenchmark(harness.Benchmark):
         unknown = set(self.only) - {*possible, *omitted, LOADED}
         if unknown:
             raise DistapError(
+                "command.wrong_option",
                 f"--only {unknown.pop()!r}: expected one of"
-                f" {', '.join({*possible, *omitted, LOADED})}"
+                f" {', '.join({*possible, *omitted, LOADED})}",
             )
         if not self.only or LOADED in self.only:
             possible[LOADED] = LoadedStep(task, loaders)

@@ -100,9 +100,7 @@ class DistapError(Exception):
     status = MISTAKE
     is_on_all_ranks = False  # if so, only one rank of a host prints the error
 
-    def __init__(self, code: str, message: object = None) -> None:
-        if message is None:  # for as long as some places give no code
-            code, message = "", code
+    def __init__(self, code: str, message: object) -> None:
         super().__init__(code, _presentable(message))
         self.code = code
 
@@ -117,6 +115,10 @@ class CollectiveError(DistapError):
     """
 
     status = FAILED
+
+
+class AnswerError(DistapError):
+    """Raised if a server's answer is not acceptable; another attempt would not help."""
 
 
 def _presentable(message: object) -> object:

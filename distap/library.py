@@ -14,12 +14,13 @@ from distap.config.reading import load_recipe
 from distap.data.map_style import source_of
 from distap.data.shards.parallel import untracked
 from distap.errors import FINISHED, DistapError, checked
+from distap.evaluation.describing import describing_of
 from distap.model.network import GivenNetwork
 from distap.model.trained import HUB, is_saved
 from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.telemetry.terminal import track
 from distap.trainer import trained
-from distap.training.build import GIVEN_PARTS, describing_of, trained_network
+from distap.training.build import GIVEN_PARTS, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World, refuse_default_device
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distap.errors import DistapError, checked, logger
 from distap.model.pooling import NAMED, pooled
 from distap.ranking.compiling import uncompiled
-from distap.ranking.inputs import Inputs, agreement
+from distap.ranking.inputs import Extra, Inputs, TensorLike, agreement
 from distap.ranking.listwise import KnownGradient, RankingModule
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.building import AnyLoss
@@ -164,31 +164,21 @@ class Multistage(RankingModule):
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training
                 mode, or a batch that cannot be ranked.
         """
-        if not isinstance(self.network, DistributedDataParallel):
-            loss: Tensor = self._loss(self.network, images, labels, samples, extra)
-            return loss
-        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
-        # They come from KnownGradient, once, whatever the number of micro-batches.
         replicas = self.network
-        network = self.network.module
-        replicas.module = ReplacedForward(
-            network, lambda _: self._loss(network, images, labels, samples, extra)
-        )
+        if not isinstance(replicas, DistributedDataParallel):
+            return self._loss(replicas, self._batch(replicas, images, labels, samples, extra))
+        # All stages run inside a forward pass of DDP, which then awaits the gradients of its
+        # parameters. They come from KnownGradient, once, whatever the number of micro-batches.
+        network = replicas.module
+        batch = self._batch(network, images, labels, samples, extra)
+        replicas.module = ReplacedForward(network, lambda _: self._loss(network, batch))
         try:
             return replicas(torch.zeros(()))
         finally:
             replicas.module = network
 
     @uncompiled
-    def _loss(
-        self,
-        network: nn.Module,
-        images: Any,
-        labels: Tensor | ArrayLike | None,
-        samples: Sequence[int] | None,
-        extra: Mapping[str, Tensor | ArrayLike] | None,
-    ) -> Tensor:
-        batch = self._batch(network, images, labels, samples, extra)
+    def _loss(self, network: nn.Module, batch: GivenBatch) -> Tensor:
         named = network.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         # Without `freeze_batchnorm` all BatchNorm layers are in evaluation mode already.
@@ -297,13 +287,14 @@ class Multistage(RankingModule):
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
 
+    @uncompiled
     def _batch(
         self,
         network: nn.Module,
         images: Any,
-        labels: Tensor | ArrayLike | None,
+        labels: TensorLike | None,
         samples: Sequence[int] | None,
-        extra: Mapping[str, Tensor | ArrayLike] | None,
+        extra: Extra | None,
     ) -> GivenBatch:
         """Check the images of all ranks, and cut this rank's along rows."""
         world = world_of(self.network, self.group)

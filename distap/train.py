@@ -1,5 +1,6 @@
-"""Run one rank of a training: `torchrun -m distap.train CONFIG [key=value ...]`. In Python, call
-`distap.train`.
+"""Run one rank of a training: `torchrun -m distap.train CONFIG [key=value ...]`.
+
+In Python, call `distap.train`.
 """
 
 import sys

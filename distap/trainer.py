@@ -15,6 +15,7 @@ import torch
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
+from distap.evaluation.describing import describing_of, describing_of_set
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.processes.stopping import StopRequest
@@ -24,7 +25,6 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.announcement import announce
-from distap.training.build import describing_of, describing_of_set
 from distap.training.prepared import Prepared, prepare
 from distap.training.run_state import Figures, score_of
 from distap.world import World, joined_world
@@ -145,9 +145,7 @@ class Trainer:
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
-        """Yield this rank's shares of all steps that are left; every `sampling.every` steps, mine
-        first.
-        """
+        """Yield this rank's shares of the remaining steps; mine every `sampling.every` steps."""
         steps = self.prepared.length.steps
         nearest = self.state.nearest
         every = steps if nearest is None else self.recipe.sampling.every
@@ -173,11 +171,7 @@ class Trainer:
         return bool(prepared.sets) and prepared.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self, share: ShareOfBatch) -> None:
-        """Keep as many graphs as memory allows, if the recipe wants it; log the time since the
-        start.
-
-        Only a step shows what optimiser and activations take, and so what is left for kept graphs.
-        """
+        """Choose how many graphs to keep, if that is `auto`, and log the time since the start."""
         replica = self.learner.replica
         count = len(share.present)
         if self.recipe.keep == "auto" and replica.keeps_graphs:
@@ -265,8 +259,9 @@ class Trainer:
         return stopping
 
     def evaluate(self, stop: StopRequest) -> Figures | None:
-        """Evaluate on all sets; return rank 0's figures on every rank, or None if a rank was asked
-        to stop.
+        """Evaluate on all sets.
+
+        Returns rank 0's figures on every rank, or None if a rank was asked to stop.
         """
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")

@@ -232,8 +232,9 @@ class Arrival:
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
-    """Join the ranks that torchrun's environment describes, inside this context; without torchrun,
-    be one rank.
+    """Join the ranks that torchrun's environment describes, inside this context.
+
+    Without torchrun, be one rank alone.
 
     Args:
         timeout_seconds: time limit of joining, and of each collective.

@@ -45,14 +45,14 @@ class MadeError:
     line: int
 
 
-def made_errors() -> list[MadeError]:
-    """Return all places that make a DistapError or an error of a class derived from it.
+def made_errors(package: str = "distap") -> list[MadeError]:
+    """Return all places of a package that make a DistapError or an error derived from it.
 
     Those that keep the code of another error are left out.
     """
     trees = {
         path.relative_to(ROOT): ast.parse(path.read_text("utf-8"))
-        for path in sorted((ROOT / "distap").rglob("*.py"))
+        for path in sorted((ROOT / package).rglob("*.py"))
     }
     classes = _error_classes(trees)
     return [

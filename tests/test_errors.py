@@ -2,20 +2,50 @@
 
 import pickle
 import re
+from collections import defaultdict
 
 import pytest
 
 from distap.errors import CollectiveError, DistapError, checked
 from docs.error_codes import AREAS, made_errors
 
+MADE = made_errors()
 
-def test_every_code_is_a_problem_of_a_known_area():
-    wrong = [
-        f"{error.path}:{error.line} {error.code}"
-        for error in made_errors()
-        if error.code is not None and not re.fullmatch(rf"({'|'.join(AREAS)})\.[a-z_]+", error.code)
+
+@pytest.mark.parametrize("package", ["distap", "benchmarks"])
+def test_every_error_has_a_code(package):
+    assert [str(error) for error in made_errors(package) if error.code is None] == []
+
+
+@pytest.mark.parametrize("package", ["distap", "benchmarks"])
+def test_every_code_is_a_problem_of_a_known_area(package):
+    code = re.compile(rf"({'|'.join(AREAS)})\.[a-z0-9_]+")
+    wrong = [error for error in made_errors(package) if not code.fullmatch(error.code or "")]
+    assert [str(error) for error in wrong] == []
+
+
+def stems(text: str) -> set[str]:
+    """The beginnings of the longer words of a message, without its {placeholders}."""
+    return {word[:4] for word in re.findall(r"[a-z]{4,}", re.sub(r"\{[^}]*\}", " ", text.lower()))}
+
+
+def test_one_code_has_not_two_unrelated_messages():
+    """Messages of different rooms share a word with each other, or with the words of the code.
+
+    Messages of one room are one author's; those made of placeholders alone cannot be compared.
+    """
+    rooms = defaultdict(lambda: defaultdict(set))
+    for error in MADE:
+        if stems(error.message):
+            rooms[error.code][error.path.parts[1]] |= stems(error.message)
+    unrelated = [
+        (code, room)
+        for code, words in rooms.items()
+        for room in words
+        if len(words) > 1
+        and not words[room] & stems(code).union(*(words[other] for other in words if other != room))
     ]
-    assert wrong == []
+    assert unrelated == []
 
 
 @pytest.mark.parametrize("kind", [DistapError, CollectiveError])

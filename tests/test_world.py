@@ -44,6 +44,32 @@ def test_rows_are_gathered_and_scattered_in_slot_order(size):
         assert ranks == size
 
 
+def refusals(world):
+    """The code and the text with which ranks that disagree are refused."""
+    own = DistapError("data.empty", f"no images on {world.rank}") if world.rank else None
+    shared = DistapError("data.empty", "no images")
+    errors = []
+    for problem, kind in ((own, ()), (shared, ()), (None, [f"set {world.rank}"])):
+        with pytest.raises(DistapError) as caught:
+            world.agreed(problem, kind, world.rank, "data")
+        errors.append((caught.value.code, str(caught.value)))
+    assert world.agreed(None, ["one set"], world.rank) == list(range(world.size))
+    return errors
+
+
+def test_all_ranks_raise_the_code_and_the_text_of_those_with_a_problem():
+    of_ranks = on_ranks(3, refusals)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert of_ranks[0] == [
+        ("data.empty", "rank 1: no images on 1; rank 2: no images on 2"),
+        ("data.empty", "no images"),
+        (
+            "ranks.differ",
+            "the ranks see different data: rank 0 has set 0; rank 1 has set 1; rank 2 has set 2",
+        ),
+    ]
+
+
 def test_slots_are_dealt_round_robin():
     assert [list(World(rank=r, size=3).slots(7)) for r in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
 
@@ -112,7 +138,7 @@ def leave_early(world):
     world.barrier()  # the ranks are connected
     world.note("gather of step 7")
     if world.rank == 0:
-        raise DistapError("the data are gone")
+        raise DistapError("data.missing", "the data are gone")
     world.barrier()
 
 

@@ -97,7 +97,8 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         return found
     if find_spec("resvg_py") is None:
         raise DistapError(
-            "the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'"
+            "package.missing",
+            "the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'",
         )
     with tempfile.TemporaryDirectory() as folder:
         vendors = download(VENDORS, Path(folder), track)
@@ -160,9 +161,14 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
             manifest, package, info = (dict(json.load(file)) for file in files if file)
         found = manifest["version"]
     except (KeyError, ValueError) as error:
-        raise DistapError(f"{archive.name} is not an icon package of iconify: {error}") from error
+        raise DistapError(
+            "data.wrong_archive", f"{archive.name} is not an icon package of iconify: {error}"
+        ) from error
     if found != version:
-        raise DistapError(f"{archive.name} holds version {found} of {name}, expected {version}")
+        raise DistapError(
+            "data.wrong_archive",
+            f"{archive.name} holds version {found} of {name}, expected {version}",
+        )
     box = {"left": 0, "top": 0, "width": 16, "height": 16}
     drawings = {
         icon: SVG.format_map({**box, **package, **entry})

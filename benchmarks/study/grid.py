@@ -133,17 +133,24 @@ def read_study(file: Path) -> Study:
     try:
         settings = parsed_yaml(file.read_text(encoding="utf-8"), str(file))
         if not isinstance(settings, Mapping):
-            raise DistapError(f"{file}: expected keys with values: {', '.join(Study.model_fields)}")
+            raise DistapError(
+                "recipe.not_a_mapping",
+                f"{file}: expected keys with values: {', '.join(Study.model_fields)}",
+            )
         return Study.model_validate(settings)
     except (OSError, UnicodeDecodeError) as error:
-        raise DistapError(f"{file}: the study cannot be read: {error}") from error
+        raise DistapError(
+            "recipe.unreadable", f"{file}: the study cannot be read: {error}"
+        ) from error
     except ValidationError as error:
         wrong: list[dict[str, Any]] = list(map(dict, error.errors()))
         for item in wrong:
             if item["type"] == "extra_forbidden":
                 hint = suggestion(str(item["loc"][0]), Study.model_fields)
                 item |= {"type": "unknown_key", "msg": f"unknown key; {hint}"}
-        raise DistapError(f"{file}: " + f"\n{file}: ".join(problems_of(wrong))) from error
+        raise DistapError(
+            "recipe.value", f"{file}: " + f"\n{file}: ".join(problems_of(wrong))
+        ) from error
 
 
 class Grid:
@@ -172,13 +179,13 @@ class Grid:
         try:
             self.points = list(self._points(self._names(only)))
             if not self.points:
-                raise DistapError("leave_out leaves nothing to train")
+                raise DistapError("recipe.nothing_to_train", "leave_out leaves nothing to train")
             recipes = [(point, self.jobs(point, seed=0)[0].recipe) for point in self.points]
             for point, recipe in recipes:
                 self._require_evaluated(point, recipe)
             self._require_equal(recipes)
         except DistapError as error:
-            raise DistapError(f"{file}: {error}") from error
+            raise DistapError(error.code, f"{file}: {error}") from error
 
     def _names(self, only: Sequence[str]) -> set[str]:
         """Return the names in `only`, which may have commas themselves; check all names that the
@@ -237,7 +244,7 @@ class Grid:
             settings = changed_settings(self._settings, [*changes, {"seed": seed}])
             recipe = load_recipe({**settings, "run": str(self.folder)}, where=str(self._base))
         except DistapError as error:
-            raise DistapError(f"{point}: {error}") from error
+            raise DistapError(error.code, f"{point}: {error}") from error
         return Job(
             point, searched, {key: settings[key] for key in settings if key != "run"}, recipe
         )
@@ -248,14 +255,16 @@ class Grid:
         """
         if recipe.data.validation is None or recipe.evaluation.every == 0:
             raise DistapError(
-                f"{point}: a study needs data.validation, and evaluation.every other than 0"
+                "recipe.no_validation",
+                f"{point}: a study needs data.validation, and evaluation.every other than 0",
             )
         sets = ["validation", *recipe.evaluation.also]
         for figure in self.study.figures:
             if not any(figure.startswith(f"{name}/") for name in sets):
                 raise DistapError(
+                    "evaluation.unknown_figure",
                     f"figures: {point} is not evaluated by {figure!r}: expected SET/FIGURE, where"
-                    f" SET is one of {', '.join(sets)}"
+                    f" SET is one of {', '.join(sets)}",
                 )
 
     def _require_equal(self, recipes: Sequence[tuple[Point, Recipe]]) -> None:
@@ -265,15 +274,18 @@ class Grid:
             for (first, expected), (name, value) in pairwise(values):
                 if value != expected:
                     raise DistapError(
+                        "recipe.unequal",
                         f"equal: {condition} differs: {json.dumps(expected)} of {first},"
                         f" {json.dumps(value)} of {name}; mend it, or leave {condition} out of"
-                        " `equal`"
+                        " `equal`",
                     )
 
 
 def _require_known(where: str, name: str, known_names: Collection[str]) -> None:
     if name not in known_names:
-        raise DistapError(f"{where}: there is no {name!r}; {suggestion(name, known_names)}")
+        raise DistapError(
+            "recipe.unknown_name", f"{where}: there is no {name!r}; {suggestion(name, known_names)}"
+        )
 
 
 def condition_of(recipe: Recipe, condition: str) -> Any:

@@ -75,7 +75,8 @@ def read_results(path: Path) -> list[Result]:
         except (ValueError, TypeError) as error:
             if number < len(lines):
                 raise DistapError(
-                    f"{path}, line {number}: not the result of a training: {error}"
+                    "run.wrong_result",
+                    f"{path}, line {number}: not the result of a training: {error}",
                 ) from error
     return results
 
@@ -135,7 +136,10 @@ class Results:
                 *(("figures", n) for n in study.figures),
             ]:
                 if name not in values:
-                    raise DistapError(f"{key}: {job} has no {name}; {suggestion(name, values)}")
+                    raise DistapError(
+                        "evaluation.unknown_figure",
+                        f"{key}: {job} has no {name}; {suggestion(name, values)}",
+                    )
         return result
 
     def best(self, point: Point) -> Result | None:
@@ -366,13 +370,16 @@ def write_study(results: Results, file: Path) -> Path:
         else {}
     )
     texts = {"title": study.title, "about": study.about, "source": file.read_text(encoding="utf-8")}
-    values = {
-        "drawing": svg,
-        "headings": headings,
-        "cells": cells,
-        "notes": notes,
-        "made": facts,
-        **texts,
-    }
-    write_whole(page, text_of("study.html", **values))
+    write_whole(
+        page,
+        text_of(
+            "study.html",
+            drawing=svg,
+            headings=headings,
+            cells=cells,
+            notes=notes,
+            made=facts,
+            **texts,
+        ),
+    )
     return page

@@ -42,7 +42,7 @@ def _locked(folder: Path) -> Iterator[None]:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
             raise DistapError(
-                f"{folder}: another process is training a study there; wait for it"
+                "run.in_use", f"{folder}: another process is training a study there; wait for it"
             ) from error
         try:
             yield
@@ -145,7 +145,8 @@ class StudyRun:
         last = max(steps, default=0)
         if last not in evaluations:
             raise DistapError(
-                f"{job.run}: its log has no evaluation after the last step; remove the folder"
+                "run.no_evaluation",
+                f"{job.run}: its log has no evaluation after the last step; remove the folder",
             )
         made = {
             "date": str(date.today()),

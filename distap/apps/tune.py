@@ -113,9 +113,7 @@ class Tuning:
         try:
             text = read_text(self.file)
         except (OSError, ValueError) as error:
-            raise DistapError(
-                "storage.not_readable", f"{self.file}: cannot be read: {error}"
-            ) from error
+            raise DistapError("tune.unreadable", f"{self.file}: cannot be read: {error}") from error
         self.space = self.parsed_space(text)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         # Another space, recipe or share begins another study.

@@ -114,7 +114,7 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
                 checkpoints.fetch(name, [*names, MANIFEST_FILE], folder)
             except OSError as error:
                 raise DistapError(
-                    "storage.cannot_write",
+                    "checkpoint.not_downloaded",
                     f"{folder}: no checkpoint can be downloaded to there: {error}; see run",
                 ) from error
         for file in names:

@@ -132,7 +132,7 @@ def pack_command(
         )
     listing = list_images(source, nested, renamed)
     if split is not None:
-        if any(image.part for image in listing.images):
+        if any(image.split for image in listing.images):
             raise DistapError(
                 "command.conflict",
                 f"{source}: its columns say how it is split; leave --split out, or the column",

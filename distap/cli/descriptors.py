@@ -48,11 +48,12 @@ def extract_command(
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.loading.reader import ImageSet, open_images
+    from distap.evaluation.describing import describing_of
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
-    from distap.training.build import describing_of, trained_network
+    from distap.training.build import trained_network
     from distap.world import joined_world
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sets it for the ranks that it starts

@@ -92,9 +92,10 @@ def eval_command(
     figures from 0 to 1 of each refinement (`plain` is none).
     """
     from distap.checkpoint.agreement import first_on_rank_0
+    from distap.evaluation.describing import describing_of
     from distap.evaluation.sets import evaluate_sets
     from distap.retrieval.refinement import Refinement
-    from distap.training.build import describing_of, trained_network
+    from distap.training.build import trained_network
     from distap.world import joined_world
 
     with joined_world() as world:

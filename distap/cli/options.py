@@ -110,7 +110,7 @@ def run(command: typer.Typer, name: str) -> None:
             )
         elif isinstance(error, OSError) and error.errno in FULL:
             problem = DistapError(
-                "storage.not_writable",
+                "storage.cannot_write",
                 f"{error.filename or 'the output'}: cannot be written: {error.strerror}",
             )
         else:
@@ -159,7 +159,7 @@ class CommonCommand(TyperCommand):
 
             if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):
                 raise DistapError(
-                    "checkpoint.missing",
+                    "checkpoint.none",
                     f"{trained}: no checkpoint there; expected a run or its checkpoint",
                 )
         return super().invoke(ctx)

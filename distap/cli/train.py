@@ -13,7 +13,7 @@ from distap.telemetry.terminal import figures_table, print_result, set_up_loggin
 
 REPORT_FOLDER = "Folder to write report.html and summary.json to."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
-DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
+DRY_RUN = "Load data and weights, try a first batch and print the plan, without training."
 
 TAKES_OVER = Annotated[
     bool,

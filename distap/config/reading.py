@@ -334,8 +334,9 @@ def _sibling_keys(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which refuses keys that stand twice, and aliases: their few lines can
-    stand for billions of values.
+    """PyYAML's safe loader, which refuses aliases and keys that stand twice.
+
+    A few lines of aliases can stand for billions of values.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:

@@ -1,6 +1,4 @@
-"""The recipe of a training: its sections about images, all sections together, and their short
-forms.
-"""
+"""The recipe of a training: the sections about images, and all sections together."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -226,9 +224,7 @@ class Recipe(NetworkRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        """Refuse combinations that cannot work; a part chosen by name may still be an unbuilt
-        `Part`.
-        """
+        """Refuse combinations that cannot work. A part may still be an unbuilt `Part`."""
         self._require_one_length()
         names = [name_of("logger", chosen) for chosen in self.loggers]
         if len(names) > len(set(names)):

@@ -19,7 +19,7 @@ Levels = tuple[str, ...]  # names of the coarser classes that hold a class, fine
 
 Texts = NDArray[np.str_]
 
-EXPECTED = "a class is a whole number of 0 or more, or a name"
+RULE = "a class is a whole number of 0 or more, or a name"
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
 
 
@@ -37,14 +37,14 @@ def class_name(label: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str | int):
-        raise ValueError(f"label {value!r:.60} is no class; {EXPECTED}")
+        raise ValueError(f"label {value!r:.60} is no class; {RULE}")
     text = composed(str(value).strip())
     whole = _WHOLE.fullmatch(text)
     text = whole[1] if whole else text
     if text.lower() in NO_CLASS:
         return ""
     if (whole and text.startswith("-")) or "\0" in text:  # numpy cuts a text off at a zero
-        raise ValueError(f"label {text!r:.60} is no class; {EXPECTED}")
+        raise ValueError(f"label {text!r:.60} is no class; {RULE}")
     return text
 
 

@@ -22,7 +22,7 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.names import composed
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all in the state of a run
-# of columns of Hugging Face
+# beginnings of the types of Hugging Face's columns that may be labels
 LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")
 LABELS = ("targets", "labels")  # attributes in which data sets keep the labels of all items
 
@@ -47,8 +47,9 @@ class DatasetRows:
         return f"{self.name}[{self.numbers[row]}]"
 
     def read(self, row: str, offset: int = 0, size: int = 0) -> bytes:
-        """Return the bytes of an image's file; `ImageSet` passes the row number as the name of a
-        shard.
+        """Return the bytes of an image's file.
+
+        The name of a shard, which `ImageSet` passes, is here the number of a row.
 
         Raises:
             DamagedImageError: the data set cannot give the image.

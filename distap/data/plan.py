@@ -46,7 +46,8 @@ class Classes:
         self.count = len(self.sizes)
         self.levels = np.full((self.count, 0), "") if levels is None else levels
         self.with_pairs = np.flatnonzero(self.sizes > 1)
-        # Samples class by class, ascending in each, and where class k - 1 ends among them.
+        # Samples class by class, ascending in each, and where class k - 1 ends among them. For the
+        # labels 1 0 1 0 0, the order is 1 3 4 | 0 2, and the ends are 0 3 5.
         self._order = np.argsort(labels, kind="stable")
         self._ends = np.concatenate([[0], np.cumsum(self.sizes)])
 
@@ -131,8 +132,9 @@ class Plan:
         return version(self.classes) if callable(version) else PLAN_VERSION
 
     def batch(self, step: int) -> Samples:
-        """Return (B,) the sample in each slot of a step's global batch. Do not write to it: it is
-        cached.
+        """Return (B,) the sample in each slot of a step's global batch.
+
+        Do not write to the array: it is cached.
         """
         return _batch(self, step)
 
@@ -146,6 +148,7 @@ class Plan:
         label = int(self.classes.labels[batch[slot]])
         slots_of_class = np.flatnonzero(self.classes.labels[batch] == label)
         remaining = np.setdiff1d(self.classes.samples(label), batch)
+        # The i-th of the n slots of this class takes the elements i, i + n, i + 2 n and so on.
         mixed = remaining[permutation(len(remaining), STAND_IN, self.seed, step, label)]
         share: Samples = mixed[int(np.searchsorted(slots_of_class, slot)) :: len(slots_of_class)]
         return share

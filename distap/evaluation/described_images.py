@@ -1,6 +1,4 @@
-"""Descriptors that `distap extract` wrote, in place of the images of a training or an evaluation
-set.
-"""
+"""Descriptors of `distap extract` in place of the images of a training or an evaluation set."""
 
 from collections import Counter
 from collections.abc import Generator
@@ -28,66 +26,75 @@ from distap.world import World
 
 
 class DescribedImages(ImageSet):
-    """N images with classes in a folder of `distap extract`: their descriptors are known, and
-    nothing else.
+    """N images with classes, of which only the descriptors in a folder of `distap extract` are
+    known.
     """
 
     def __init__(self, source: Source) -> None:
-        known = self.known = read_descriptors(Path(source.base))
-        without = int((known.classes == "").sum())
+        stored = self.stored = read_descriptors(Path(source.base))
+        without = int((stored.classes == "").sum())
         if without:
-            raise DistapError(f"{source}: {without:,} of its {len(known):,} images have no class")
-        keys: list[str] = known.keys.tolist()
+            raise DistapError(
+                "data.no_classes",
+                f"{source}: {without:,} of its {len(stored):,} images have no class",
+            )
+        keys: list[str] = stored.keys.tolist()
         images = [
-            ImageFile(Path(key), name)
-            for key, name in zip(keys, known.classes.tolist(), strict=True)
+            ImageFile(Path(key), label)
+            for key, label in zip(keys, stored.classes.tolist(), strict=True)
         ]
         super().__init__(
-            source, index_of_files(source, keys, keys, images, 0, known.described_by.network)
+            source, index_of_files(source, keys, keys, images, 0, stored.described_by.network)
         )
 
     def rows_for(self, network: RetrievalNetwork) -> NDArray[np.floating]:
-        """Return the (N, C) descriptors, as what this network gives to its head.
+        """Return the (N, C) descriptors, if they are what this network gives to its head.
 
         Raises:
             DistapError: this network without its head has not described them, or not at one scale
                 and unwhitened.
         """
-        by = self.known.described_by
-        own = fingerprint(network, with_head=False)
-        if by.network != own:
+        described_by = self.stored.described_by
+        headless = fingerprint(network, with_head=False)
+        if described_by.network != headless:
             raise DistapError(
-                f"{self.name}: the network {by.network[:12]} has described it, but without a"
-                f" projection this one is {own[:12]}: set model.weights to {{name: run, path: RUN}}"
-                " of the run that `distap extract` took, or extract with `--checkpoint RECIPE`,"
-                " this recipe"
+                "descriptors.other_network",
+                f"{self.name}: the network {described_by.network[:12]} has described it, but"
+                f" without a projection this one is {headless[:12]}: set model.weights to"
+                " {name: run, path: RUN} of the run that `distap extract` took, or extract with"
+                " `--checkpoint RECIPE`, this recipe",
             )
-        if by.scales != (1.0,) or by.whitening is not None or by.dimensions is not None:
-            how = f"at the scales {list(by.scales)}" if by.scales != (1.0,) else "whitened, or cut"
+        problem = ""
+        if described_by.scales != (1.0,):
+            problem = f"at the scales {list(described_by.scales)}"
+        elif described_by.whitening is not None or described_by.dimensions is not None:
+            problem = "whitened, or cut"
+        if problem:
             raise DistapError(
-                f"{self.name}: described {how}, where no head can stand: extract without"
+                "descriptors.no_head",
+                f"{self.name}: described {problem}, where no head can stand: extract without",
             )
         if not isinstance(network.head, UnitLinear | nn.Identity):
             raise DistapError(
-                f"{self.name}: its descriptors have length 1: set model.unit_length: true"
+                "descriptors.no_head",
+                f"{self.name}: its descriptors have length 1: set model.unit_length: true",
             )
-        return self.known.descriptors
+        return self.stored.descriptors
 
     def described_by(self, describer: ImageDescriber) -> NDArray[np.float32]:
-        """Return the (N, D) descriptors behind the head of a describer's network, and behind its
-        whitening.
-        """
+        """Return the (N, D) descriptors after the describer's head and whitening."""
         if describer.network.scales != (1.0,):
             raise DistapError(
-                f"{self.name}: descriptors have no scales: set evaluation.scales to [1]"
+                "descriptors.no_scales",
+                f"{self.name}: descriptors have no scales: set evaluation.scales to [1]",
             )
         rows = self.rows_for(describer.retrieval_network)
         with describer.evaluating():
-            parts = [
+            blocks = [
                 describer(torch.from_numpy(block)).to("cpu", torch.float32).numpy()
                 for _, block in row_blocks(rows, np.float32)
             ]
-        return np.concatenate(parts)
+        return np.concatenate(blocks)
 
 
 class DescribedTraining(TrainingImages):
@@ -96,7 +103,7 @@ class DescribedTraining(TrainingImages):
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         self.described = DescribedImages(job.source)
         super().__init__(
-            replace(job, dimensions=self.described.known.descriptors.shape[1]), world, stopwatch
+            replace(job, dimensions=self.described.stored.descriptors.shape[1]), world, stopwatch
         )
         self.index: Index | None = self.described.index
         self.fingerprint = self.index.fingerprint
@@ -104,7 +111,7 @@ class DescribedTraining(TrainingImages):
         self.order = self.plan.version
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        rows = self.described.known.descriptors
+        rows = self.described.stored.descriptors
         keys = self.described.keys
         classes = self.plan.classes
         for step in steps:

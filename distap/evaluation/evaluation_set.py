@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.boxes import Box
-from distap.data.labels import table_of_levels
+from distap.data.joined import JoinedImages
 from distap.data.loading.reader import ImageSet
-from distap.data.plan import Classes
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
@@ -48,92 +47,93 @@ class EvaluationSet:
     draws: int = 0
     distractors: tuple[str, ...] = ()  # files and folders of descriptors, see `open_parts`
 
+    @cached_property
+    def images(self) -> JoinedImages:
+        """Return the images of the queries, then those of a gallery that are no queries too."""
+        return JoinedImages((*self.queries, *self.gallery))
+
     @property
     def kind(self) -> str:
         """Name of the kind of evaluation, for results."""
-        return (
-            self.truth.dataset
-            if self.truth
-            else DRAWN
-            if self.draws
-            else QUERIED
-            if self.gallery
-            else LABELLED
-        )
+        if self.truth is not None:
+            return self.truth.dataset
+        if self.draws:
+            return DRAWN
+        return QUERIED if self.gallery else LABELLED
 
     @property
-    def image_sets(self) -> tuple[ImageSet, ...]:
-        """Return the sets of queries, then those of the gallery that are no queries too."""
-        return tuple({id(images): images for images in (*self.queries, *self.gallery)}.values())
+    def gallery_name(self) -> str | None:
+        """Name of the gallery, for results; None if it is the other queries."""
+        names = [*(images.name for images in self.gallery), *self.distractors]
+        if self.draws:
+            names.append(f"an image a class, drawn {self.draws} times")
+        return " and ".join(names) or None
 
     @property
-    def is_of_itself(self) -> bool:
+    def has_queries_in_gallery(self) -> bool:
         """Return whether some queries are images of the gallery that is given."""
-        return len(self.image_sets) < len(self.queries) + len(self.gallery)
+        return len(self.images.sets) < len(self.queries) + len(self.gallery)
 
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all
         descriptors.
         """
+        images = self.images
         truth = self.truth
-        sets = self.image_sets
-        first = dict(zip(map(id, sets), np.cumsum([0, *map(len, sets)]).tolist(), strict=False))
-        keys, classes = (
-            np.concatenate([getattr(one, of) for one in sets]) for of in ("keys", "classes")
-        )
-        names = (classes if truth is not None and truth.query else keys).tolist()
+        by_class = truth is not None and truth.query
+        names = images.classes if by_class else images.keys
+        boxes = dict[int, Box]()
         if truth is not None:
-            asked, others = (
-                [
-                    name
-                    for one in parts
-                    for name in names[first[id(one)] : first[id(one)] + len(one)]
-                ]
-                for parts in (self.queries, self.gallery or self.queries)
-            )
-            truth = truth.named_as(asked, others)
-        whole = dict[tuple[int, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
+            asked = names[images.samples(self.queries)].tolist()
+            searched = names[images.samples(self.gallery or self.queries)].tolist()
+            truth = truth.named_as(asked, searched)
+            boxes = truth.boxes(self.name, asked)
+        described_sets = dict[tuple[ImageSet, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
 
         def described(
-            parts: tuple[ImageSet, ...], boxes: Mapping[int, Box]
+            sets: tuple[ImageSet, ...], boxes: Mapping[int, Box]
         ) -> tuple[NDArray[np.int64], Descriptors]:
-            """Return numbers of images, which count on from set to set, and their descriptors."""
-            numbers = list[NDArray[np.int64]]()
-            rows = list[tuple[str, NDArray[Any]]]()
-            for images in parts:
-                start = first[id(images)]
-                own = {
-                    number - start: box
-                    for number, box in boxes.items()
-                    if 0 <= number - start < len(images)
+            """Return the numbers of images, which count on from set to set, and their
+            descriptors.
+            """
+            samples = list[NDArray[np.int64]]()
+            descriptors = list[tuple[str, NDArray[Any]]]()
+            for one_set in sets:
+                first = images.first[one_set]
+                set_boxes = {
+                    sample - first: box
+                    for sample, box in boxes.items()
+                    if 0 <= sample - first < len(one_set)
                 }
                 # Where the queries are images of the gallery, they are described once, unless each
                 # has its box.
-                place = id(images), bool(own)
-                samples, found = whole[place] = whole.get(place) or _descriptors(
-                    describing, images, own
-                )
-                numbers.append(start + samples)
-                rows.append((images.name, found))
-            return np.concatenate(numbers), rows[0][1] if len(rows) == 1 else DescriptorParts(rows)
+                key = (one_set, bool(set_boxes))
+                if key not in described_sets:
+                    described_sets[key] = _descriptors(describing, one_set, set_boxes)
+                set_samples, rows = described_sets[key]
+                samples.append(first + set_samples)
+                descriptors.append((one_set.name, rows))
+            joined = descriptors[0][1] if len(sets) == 1 else DescriptorParts(descriptors)
+            return np.concatenate(samples), joined
 
-        boxes = (
-            {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
-        )
-        asking, queries = described(self.queries, boxes)
-        among, gallery = described(self.gallery, {}) if self.gallery else (asking, queries)
+        query_samples, queries = described(self.queries, boxes)
+        gallery_samples, gallery = query_samples, queries
+        if self.gallery:
+            gallery_samples, gallery = described(self.gallery, {})
+
         listed = None
         device = describing.describer.device
         if truth is not None and truth.queries:
-            asked, others = ([names[number] for number in own] for own in (asking, among))
-            lost = {*names}.difference(asked, others)
-            records, queries = truth.asking(*truth.grouped(asked, queries, lost.union(others)))
-            of_gallery, gallery = truth.grouped(others, gallery, lost.union(asked))
-            listed = truth.of_gallery(records, of_gallery, device, self.is_of_itself, lost)
+            asked = names[query_samples].tolist()
+            searched = names[gallery_samples].tolist()
+            lost = {*names.tolist()}.difference(asked, searched)
+            records, queries = truth.asked(*truth.grouped(asked, queries, lost.union(searched)))
+            found, gallery = truth.grouped(searched, gallery, lost.union(asked))
+            listed = truth.of_gallery(records, found, device, self.has_queries_in_gallery, lost)
         elif truth is not None:
-            listed = truth.of_classes(classes, asking, among, device)
+            listed = truth.of_classes(images.classes, query_samples, gallery_samples, device)
         return DescribedSet(
-            self, queries, gallery, asking, among, keys, classes, listed, describing
+            self, queries, gallery, query_samples, gallery_samples, listed, describing
         )
 
 
@@ -163,130 +163,137 @@ def _descriptors(
 class DescribedSet:
     """Descriptors of a set's images, without failed ones: Q queries, and a gallery of N images."""
 
-    of: EvaluationSet
+    evaluation_set: EvaluationSet
     queries: Descriptors  # (Q, C), in the order of the ground truth if it lists queries
     gallery: Descriptors  # (N, C); the queries, if they are retrieved
-    asking: NDArray[np.int64]  # numbers of the queries' images, which count on from set to set
-    among: NDArray[np.int64]  # numbers of the gallery's images
-    keys: NDArray[np.str_]  # of all images
-    classes: NDArray[np.str_]  # of all images, "" for none
-    listed: Truth | None  # that the ground truth tells
+    query_samples: NDArray[np.int64]  # numbers of the queries in the set's joined images
+    gallery_samples: NDArray[np.int64]  # numbers of the gallery's images there
+    truth: Truth | None  # that of the ground truth; None: images of the query's class are right
     describing: Describing
 
     @cached_property
-    def rows(self) -> NDArray[np.int64]:
+    def samples(self) -> NDArray[np.int64]:
         """Return the numbers of all images: the queries', then those of another gallery."""
-        return np.concatenate([self.asking, self.among]) if self.of.gallery else self.asking
+        if not self.evaluation_set.gallery:
+            return self.query_samples
+        return np.concatenate([self.query_samples, self.gallery_samples])
 
     @cached_property
-    def labels(self) -> NDArray[np.int64]:
-        """Return class numbers of the images of `rows`, -1 without a class; for graded figures of L
-        levels (n, L).
-        """
-        names, numbers = np.unique(self.classes[self.rows], return_inverse=True)
-        numbers = np.where(names[numbers] == "", -1, numbers)
-        if not GRADED.keys() & set(self.of.figures):
-            return numbers
-        above = dict[str, tuple[str, ...]]()
-        for index in (images.index for images in self.of.image_sets):
-            above |= dict(
-                zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True)
-            )
-        table = table_of_levels([above.get(name, ()) for name in names.tolist()])
-        levels = Classes(np.arange(len(names)), table).numbers[numbers]
-        return np.where(numbers[:, None] < 0, -1, levels) if table.size else numbers
+    def classes(self) -> NDArray[np.str_]:
+        """Return the class names of the images of `samples`, "" for none."""
+        return self.evaluation_set.images.classes[self.samples]
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """Return the class numbers of the images of `samples`, see `JoinedImages.labels`."""
+        is_graded = bool(GRADED.keys() & set(self.evaluation_set.figures))
+        labels = self.evaluation_set.images.labels(self.samples, with_levels=is_graded)
+        return torch.from_numpy(labels).to(self.describing.describer.device)
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.
 
         With drawn galleries, figures are means over the draws.
         """
-        of = self.of
-        found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
-        result = found[0]
-        summaries = [one.summary() for one in found]
-        figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
-        among = [*(images.name for images in of.gallery), *of.distractors]
-        among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
-        asked = len(self.queries)
+        evaluation_set = self.evaluation_set
+        truth = evaluation_set.truth
+        evaluated = [
+            self._evaluated(queries, gallery, refinement) for queries, gallery in self._draws()
+        ]
+        first = evaluated[0]
+        summaries = [result.summary() for result in evaluated]
+        count = len(self.queries)
+        listed = 0 if truth is None else len(truth.queries)
         whitened = [] if self.describing.describer.whitening is None else ["whitening"]
         return Evaluation(
-            data=of.name if of.truth else of.queries[0].name,
-            gallery=" and ".join(among) or None,
-            protocol=of.kind,
+            data=evaluation_set.queries[0].name if truth is None else evaluation_set.name,
+            gallery=evaluation_set.gallery_name,
+            protocol=evaluation_set.kind,
             refinement=" + ".join([*whitened, *refinement.names]) or "plain",
-            fingerprint="+".join(images.index.fingerprint for images in of.image_sets),
-            images=asked + (len(self.gallery) if of.gallery else 0),
-            queries=int((result.first_positive > 0).sum()),
+            fingerprint=evaluation_set.images.fingerprint,
+            images=count + (len(self.gallery) if evaluation_set.gallery else 0),
+            queries=int((first.first_positive > 0).sum()),
             # A listed query whose own image could not be described counts as left out too.
-            left_out=result.left_out + max(len(of.truth.queries if of.truth else ()) - asked, 0),
-            figures=figures,
-            hits=None if of.truth or of.draws else self._retrieved(result),
+            left_out=first.left_out + max(listed - count, 0),
+            figures={
+                name: float(np.mean([summary[name] for summary in summaries]))
+                for name in summaries[0]
+            },
+            hits=None if truth or evaluation_set.draws else self._retrieved(first),
         )
 
-    def _retrieved(self, result: Evaluated) -> Retrieved:
-        first = len(self.asking) if self.of.gallery else 0  # row of the gallery's first image
-        found = result.values["mAP"], result.first_positive, result.neighbours + first
-        of_images = self.rows, self.keys[self.rows], self.classes[self.rows]
-        return Retrieved(*of_images, *(own.cpu().numpy() for own in found))
+    def _retrieved(self, evaluated: Evaluated) -> Retrieved:
+        # A separate gallery's rows follow the queries'.
+        first = len(self.query_samples) if self.evaluation_set.gallery else 0
+        return Retrieved(
+            self.samples,
+            self.evaluation_set.images.keys[self.samples],
+            self.classes,
+            evaluated.values["mAP"].cpu().numpy(),
+            evaluated.first_positive.cpu().numpy(),
+            (evaluated.neighbours + first).cpu().numpy(),
+        )
 
-    def _rows(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the rows of queries and of the gallery in each draw."""
-        if not self.of.draws:
+    def _draws(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the rows of queries and of the gallery in each draw, or once, all of them."""
+        if not self.evaluation_set.draws:
             yield slice(None), slice(None)
-        classes = self.classes[self.rows]
-        for draw in range(self.of.draws):
-            order = permutation(len(classes), GALLERY, draw)
+        for draw in range(self.evaluation_set.draws):
+            order = permutation(len(self.classes), GALLERY, draw)
             # The first image of each class in a random order of all is a random one of the class.
-            chosen = order[np.unique(classes[order], return_index=True)[1]]
+            chosen = order[np.unique(self.classes[order], return_index=True)[1]]
             yield np.setdiff1d(order, chosen), chosen
 
-    def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
-        of = self.of
-        is_same = self.of.kind == LABELLED
-        if of.is_of_itself and (refinement.expand is not None or refinement.rerank is not None):
+    def _evaluated(self, query_rows: Any, gallery_rows: Any, refinement: Refinement) -> Evaluated:
+        evaluation_set = self.evaluation_set
+        describer = self.describing.describer
+        if evaluation_set.has_queries_in_gallery and (
+            refinement.expand is not None or refinement.rerank is not None
+        ):
             raise DistapError(
-                f"{of.name}: its queries are in its gallery, and query expansion and re-ranking"
-                " would take each for its own first neighbour; give the gallery apart by --gallery"
+                "evaluation.queries_in_gallery",
+                f"{evaluation_set.name}: its queries are in its gallery, and query expansion and"
+                " re-ranking would take each for its own first neighbour; give the gallery apart by"
+                " --gallery",
             )
-        queries = self.queries[asking]
-        more = None
-        if of.distractors:  # or else the network need not be hashed
-            made = self.describing.describer.described_by
-            more = open_parts(of.distractors, queries.shape[1], described_by=made)
-        gallery = queries if is_same else self.gallery[among]
-        refined, gallery, head = refinement.apply(queries, gallery, more)
-        truth = self._truth(asking, among)
-        neighbours = 0 if of.draws or of.truth else NEIGHBOURS
-        head = None if head is None else head.to(self.describing.describer.device)
-        rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}
-        return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
-
-    def _truth(self, asking: Any, among: Any) -> Truth:
-        of = self.of
-        if self.listed is not None:
-            return self.listed
-        labels = torch.from_numpy(self.labels).to(self.describing.describer.device)
-        if of.kind == LABELLED:
-            return class_truth(labels)
-        count = len(self.asking)
-        others = labels[count:] if of.gallery else labels
-        return class_truth(
-            labels[:count][asking], others[among], self._contents() if of.gallery else None
+        queries = self.queries[query_rows]
+        is_labelled = evaluation_set.kind == LABELLED
+        gallery = queries if is_labelled else self.gallery[gallery_rows]
+        distractors = None
+        if evaluation_set.distractors:  # otherwise the network need not be hashed
+            distractors = open_parts(
+                evaluation_set.distractors, queries.shape[1], described_by=describer.described_by
+            )
+        queries, gallery, head = refinement.apply(queries, gallery, distractors)
+        return evaluate_descriptors(
+            queries,
+            gallery,
+            self.truth or self._class_truth(query_rows, gallery_rows),
+            evaluation_set.figures,
+            0 if evaluation_set.draws or evaluation_set.truth else NEIGHBOURS,
+            head=None if head is None else head.to(describer.device),
+            distractors=distractors,
+            world=self.describing.world,
         )
 
+    def _class_truth(self, query_rows: Any, gallery_rows: Any) -> Truth:
+        if self.evaluation_set.kind == LABELLED:
+            return class_truth(self.labels)
+        if not self.evaluation_set.gallery:
+            return class_truth(self.labels[query_rows], self.labels[gallery_rows])
+        count = len(self.query_samples)
+        return class_truth(self.labels[:count], self.labels[count:], self._contents())
+
     def _contents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return numbers of what the files of queries and gallery hold, if the gallery has every
-        query's file too.
+        """Return what the files of queries and gallery hold, if the gallery has every query's file
+        too.
 
         Such a query would find itself: in place of cameras, these numbers leave its copies out, as
         DyML's authors do.
         """
-        indexes = [one.index for one in self.of.image_sets]
         device = self.describing.describer.device
-        files = torch.from_numpy(
-            np.concatenate([(index.size << 32) + index.crc32 for index in indexes])
-        )
-        asking, among = (files[own].to(device) for own in (self.asking, self.among))
-        is_there = (asking % 2**32 > 0) & torch.isin(asking, among)  # a CRC-32 of 0 is unknown
-        return (asking, among) if bool(is_there.all()) else None
+        contents = torch.from_numpy(self.evaluation_set.images.contents)
+        queries = contents[self.query_samples].to(device)
+        gallery = contents[self.gallery_samples].to(device)
+        is_there = (queries % 2**32 > 0) & torch.isin(queries, gallery)  # CRC-32 0 is unknown
+        return (queries, gallery) if bool(is_there.all()) else None

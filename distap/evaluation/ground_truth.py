@@ -81,39 +81,75 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     query: tuple[str, ...] = ()
     gallery: tuple[str, ...] = ()
 
-    def named_as(self, asking: Sequence[Name], among: Sequence[Name]) -> "GroundTruth":
+    @property
+    def _members(self) -> dict[Name, None]:
+        """Return the images of all instances, each once, in order."""
+        return dict.fromkeys(image for images in self.instances.values() for image in images)
+
+    def named_as(self, queries: Sequence[Name], gallery: Sequence[Name]) -> "GroundTruth":
         """Return this truth with the names that images have, where both differ in their Unicode
         form alone.
 
         Args:
-            asking, among: names of the images of the queries and of the gallery.
+            queries, gallery: names of the images of both sides.
         Raises:
             DistapError: two queries are of one image then.
         """
-        asked, found = (Names([*names, *self.instances]).known_as for names in (asking, among))
-        queries = list[TrueQuery]()
-        for query in self.queries:
-            lists = {
-                "positives": tuple(map(found, query.positives)),
-                "junk": tuple(map(found, query.junk)),
-            }
-            queries.append(query.model_copy(update={"name": asked(query.name), **lists}))
-        refuse_repeated(queries, self.dataset)
+        of_query = Names([*queries, *self.instances]).known_as
+        of_gallery = Names([*gallery, *self.instances]).known_as
+        renamed = [
+            query.model_copy(
+                update={
+                    "name": of_query(query.name),
+                    "positives": tuple(map(of_gallery, query.positives)),
+                    "junk": tuple(map(of_gallery, query.junk)),
+                }
+            )
+            for query in self.queries
+        ]
+        refuse_repeated(renamed, self.dataset)
         # An image that is in both may have a name in each.
-        both = (asked, found)
-        images = {
-            name: tuple(dict.fromkeys(known(image) for known in both for image in images))
+        instances = {
+            name: tuple(
+                dict.fromkeys(
+                    known_as(image) for known_as in (of_query, of_gallery) for image in images
+                )
+            )
             for name, images in self.instances.items()
         }
-        places = {
-            known(name): place for known in both for name, place in (self.positions or {}).items()
+        positions = {
+            known_as(name): place
+            for known_as in (of_query, of_gallery)
+            for name, place in (self.positions or {}).items()
         }
-        changes = {
-            "queries": tuple(queries),
-            "instances": images,
-            "positions": places if self.positions else None,
-        }
-        return self.model_copy(update=changes)
+        return self.model_copy(
+            update={
+                "queries": tuple(renamed),
+                "instances": instances,
+                "positions": positions or None,
+            }
+        )
+
+    def problem(self) -> str:
+        """Describe a contradiction between the keys; "" if there is none."""
+        if not (self.queries or self.query):
+            return "queries: expected at least one"
+        members = self._members
+        for query in self.queries:
+            is_instance = query.name in self.instances
+            if query.name in members and not is_instance:
+                return f"query {query.name!r} is an image of an instance; ask for the instance"
+            if query.box and is_instance:
+                return (
+                    f"query {query.name!r} is an instance, of several images, and can have no box"
+                )
+        if bool(self.query) != bool(self.gallery):
+            return "query and gallery name folders next to the file; give both or neither"
+        if self.unit == "degrees" and self.positions is not None:
+            norths = [abs(north) for north, _ in self.positions.values()]
+            if max(norths, default=0) > 90:
+                return "positions in degrees are latitude, from -90 to 90, and longitude"
+        return ""
 
     def boxes(self, where: str, names: Sequence[str]) -> dict[int, Box]:
         """Return the part to describe of each query that has a box, in whole pixels, by the place
@@ -123,21 +159,25 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
             DistapError: a query is not among the names, or its box is empty.
         """
         number = {name: place for place, name in enumerate(names)}
-        there = number.keys() | self.instances
-        absent = [query.name for query in self.queries if query.name not in there]
+        present = number.keys() | self.instances
+        absent = [query.name for query in self.queries if query.name not in present]
         if absent:
             raise DistapError(
-                f"{where}: query {absent[0]} and {len(absent) - 1} more are not in it"
+                "evaluation.missing_images",
+                f"{where}: query {absent[0]} and {len(absent) - 1} more are not in it",
             )
-        found = dict[int, Box]()
-        for query in (query for query in self.queries if query.box is not None):
-            left, top, right, bottom = map(round, query.box or ())
+        boxes = dict[int, Box]()
+        for query in self.queries:
+            if query.box is None:
+                continue
+            left, top, right, bottom = map(round, query.box)
             if left >= right or top >= bottom:
                 raise DistapError(
-                    f"{where}: box {query.box} of {query.name}; expected left, top, right, bottom"
+                    "evaluation.wrong_truth",
+                    f"{where}: box {query.box} of {query.name}; expected left, top, right, bottom",
                 )
-            found[number[str(query.name)]] = left, top, right, bottom
-        return found
+            boxes[number[str(query.name)]] = left, top, right, bottom
+        return boxes
 
     def grouped(
         self, names: Sequence[Name], descriptors: Any, lost: Collection[Name] = ()
@@ -151,40 +191,38 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         if not self.instances:
             return [*names], descriptors
         row = {name: place for place, name in enumerate(names)}
-        used = dict.fromkeys(image for images in self.instances.values() for image in images)
-        missing = [image for image in used if image not in row and image not in lost]
+        members = self._members
+        missing = [image for image in members if image not in row and image not in lost]
         if missing:
             raise DistapError(
-                f"instances: their image {missing[0]!r} and {len(missing) - 1} more are not there"
+                "evaluation.missing_images",
+                f"instances: their image {missing[0]!r} and {len(missing) - 1} more are not there",
             )
-        of_instances = (
-            (name, [row[one] for one in own if one in row]) for name, own in self.instances.items()
-        )
-        groups: list[tuple[Name, list[int]]] = [(name, rows) for name, rows in of_instances if rows]
-        groups += [(name, [place]) for place, name in enumerate(names) if name not in used]
-        found, members = zip(*groups, strict=True)
-        both = self.instances.keys() & {*names} - used.keys()
+        groups = list[tuple[Name, list[int]]]()
+        for name, images in self.instances.items():
+            rows = [row[image] for image in images if image in row]
+            if rows:
+                groups.append((name, rows))
+        groups += [(name, [place]) for place, name in enumerate(names) if name not in members]
+        both = self.instances.keys() & {*names} - members.keys()
         if both:
             raise DistapError(
-                f"instances: {min(both)!r} is an instance, and an image that is in none"
+                "evaluation.wrong_truth",
+                f"instances: {min(both)!r} is an instance, and an image that is in none",
             )
-        rows = torch.as_tensor(taken(descriptors, torch.from_numpy(np.concatenate(members))))
-        number = torch.arange(len(found)).repeat_interleave(torch.tensor([*map(len, members)]))
-        sums = rows.new_zeros(len(found), rows.shape[1], dtype=torch.float64)
-        means = normalize(sums.index_add_(0, number.to(rows.device), rows.double())).to(rows.dtype)
-        return [*found], means if isinstance(descriptors, torch.Tensor) else means.numpy()
+        return [name for name, _ in groups], _means(descriptors, [rows for _, rows in groups])
 
-    def asking(self, names: Sequence[Name], descriptors: Any) -> tuple[list[TrueQuery], Any]:
+    def asked(self, names: Sequence[Name], descriptors: Any) -> tuple[list[TrueQuery], Any]:
         """Return the queries that are among images and instances as `grouped` names them, and their
         descriptors.
         """
         row = {name: place for place, name in enumerate(names)}
-        found = [query for query in self.queries if query.name in row]
-        return found, taken(descriptors, torch.tensor([row[query.name] for query in found]))
+        queries = [query for query in self.queries if query.name in row]
+        return queries, taken(descriptors, torch.tensor([row[query.name] for query in queries]))
 
     def of_gallery(
         self,
-        asking: Sequence[TrueQuery],
+        queries: Sequence[TrueQuery],
         names: Sequence[Name],
         device: torch.device,
         is_of_itself: bool = False,
@@ -195,51 +233,49 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
 
         Args:
             is_of_itself: a query that has the name of a gallery's image is that image, and leaves
-                itself out. lost: names of images that could not be described, and are right for no
-                query.
+                itself out.
+            lost: names of images that could not be described, and are right for no query.
         """
         row = {name: place for place, name in reversed(list(enumerate(names)))}
 
-        def rows(query: TrueQuery, field: Literal["positives", "junk"]) -> list[int]:
-            listed = getattr(query, field)
+        def rows_of(query: TrueQuery, kind: str, listed: Sequence[Name]) -> list[int]:
             missing = [str(name) for name in listed if name not in row and name not in lost]
             if missing:
                 raise DistapError(
+                    "evaluation.missing_images",
                     f"query {query.name}: the gallery lacks {len(missing)} of the {len(listed)}"
-                    f" images that are its {field}, first {missing[0]}; give the gallery that the"
-                    " truth is for"
+                    f" images that are its {kind}, first {missing[0]}; give the gallery that the"
+                    " truth is for",
                 )
             return [row.get(name, NONE) for name in listed]
 
-        near = self._near(asking, names)
-        graded = list[dict[int, int]]()  # grades by row: what is named twice counts once
-        # rows of junk, and of the query itself
-        ignored = list[set[int]]()
-        own = list[int]()
-        for query, places in zip(asking, near, strict=True):
-            found = [*rows(query, "positives"), *places]
-            grades = (1,) * len(found) if query.grades is None else query.grades
-            if len(grades) != len(found):
+        positives = list[list[int]]()
+        grades = list[list[int]]()
+        junk = list[list[int]]()
+        own = [row.get(query.name, NONE) if is_of_itself else NONE for query in queries]
+        for query, own_row, near in zip(queries, own, self._near(queries, names), strict=True):
+            right = [*rows_of(query, "positives", query.positives), *near]
+            query_grades = (1,) * len(right) if query.grades is None else query.grades
+            if len(query_grades) != len(right):
                 raise DistapError(
-                    f"query {query.name}: {len(grades)} grades for {len(found)} positives"
+                    "evaluation.wrong_truth",
+                    f"query {query.name}: {len(query_grades)} grades for {len(right)} positives",
                 )
-            own.append(row.get(query.name, NONE) if is_of_itself else NONE)
-            ignored.append({*rows(query, "junk")} - {NONE, own[-1]})
-            taken_out = ignored[-1] | {NONE, own[-1]}
-            graded.append(
-                {
-                    one: grade
-                    for one, grade in zip(found, grades, strict=True)
-                    if one not in taken_out
-                }
-            )
+            query_junk = {*rows_of(query, "junk", query.junk)} - {NONE, own_row}
+            # By row, so that an image that is named twice counts once.
+            graded = dict(zip(right, query_grades, strict=True))
+            for taken_out in (*query_junk, NONE, own_row):
+                graded.pop(taken_out, None)
+            positives.append([*graded])
+            grades.append([*graded.values()])
+            junk.append([*query_junk])
         return Truth(
             len(names),
-            [[*each] for each in graded],
-            [[*each] for each in ignored],
-            [[*each.values()] for each in graded],
+            positives,
+            junk,
+            grades,
             self.groups or {"": None},
-            [query.part for query in asking] if any(query.part for query in asking) else (),
+            [query.part for query in queries] if any(query.part for query in queries) else (),
             device,
             torch.tensor(own, device=device) if is_of_itself else None,
         )
@@ -247,8 +283,8 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     def of_classes(
         self,
         classes: NDArray[np.str_],
-        asking: NDArray[np.int64],
-        among: NDArray[np.int64],
+        queries: NDArray[np.int64],
+        gallery: NDArray[np.int64],
         device: torch.device,
     ) -> Truth:
         """Return the truth of a file without queries, by the classes of all images and the numbers
@@ -257,33 +293,46 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         An image of one of the query's classes, which `|` joins, is right. What stands before the
         first slash of a query's class is its domain.
         """
-        rows = rows_by_class(classes[among])
+        rows = rows_by_class(classes[gallery])
         none = np.empty(0, np.int64)
-        row_of = dict(zip(among.tolist(), range(len(among)), strict=True))
-        own = torch.tensor([row_of.get(number, NONE) for number in asking.tolist()], device=device)
-        queries = classes[asking].tolist()
-        found = [
-            np.concatenate([rows.get(one, none) for one in name.split("|")]) for name in queries
+        row = {sample: place for place, sample in enumerate(gallery.tolist())}
+        own = torch.tensor([row.get(sample, NONE) for sample in queries.tolist()], device=device)
+        names: list[str] = classes[queries].tolist()
+        positives = [
+            np.concatenate([rows.get(label, none) for label in name.split("|")]) for name in names
         ]
-        domains = [name.partition("/")[0] for name in queries]
-        return Truth(len(among), found, parts=domains, device=device, own=own)
+        domains = [name.partition("/")[0] for name in names]
+        return Truth(len(gallery), positives, parts=domains, device=device, own=own)
 
-    def _near(self, asking: Sequence[TrueQuery], names: Sequence[Name]) -> list[list[int]]:
+    def _near(self, queries: Sequence[TrueQuery], names: Sequence[Name]) -> list[list[int]]:
         """Return for each query the rows of the images within the radius."""
         if self.positions is None:
-            return [[] for _ in asking]
-        known = [number for number, name in enumerate(names) if str(name) in self.positions]
-        missing = [str(query.name) for query in asking if str(query.name) not in self.positions]
+            return [[] for _ in queries]
+        missing = [str(query.name) for query in queries if str(query.name) not in self.positions]
         if missing:
-            raise DistapError(f"query {missing[0]} and {len(missing) - 1} more have no position")
-        given = [
-            self.positions[str(name)]
-            for name in (*(names[one] for one in known), *(one.name for one in asking))
-        ]
-        among, asked = np.split(np.array(given).reshape(-1, 2), [len(known)])
+            raise DistapError(
+                "evaluation.missing_positions",
+                f"query {missing[0]} and {len(missing) - 1} more have no position",
+            )
+        rows = np.array([row for row, name in enumerate(names) if str(name) in self.positions])
+        places = np.array([self.positions[str(names[row])] for row in rows]).reshape(-1, 2)
         metres = metres_on_plane if self.unit == "metres" else metres_on_globe
-        near = (np.flatnonzero(metres(among, point) <= self.radius).tolist() for point in asked)
-        return [[known[number] for number in own] for own in near]
+        return [
+            rows[metres(places, np.array(self.positions[str(query.name)])) <= self.radius].tolist()
+            for query in queries
+        ]
+
+
+def _means(descriptors: Any, groups: Sequence[Sequence[int]]) -> Any:
+    """Return the mean descriptor of each group of rows, scaled to length 1, as a tensor or array
+    like the descriptors.
+    """
+    members = torch.tensor([row for rows in groups for row in rows])
+    rows = torch.as_tensor(taken(descriptors, members))
+    number = torch.arange(len(groups)).repeat_interleave(torch.tensor([*map(len, groups)]))
+    sums = rows.new_zeros(len(groups), rows.shape[1], dtype=torch.float64)
+    means = normalize(sums.index_add_(0, number.to(rows.device), rows.double())).to(rows.dtype)
+    return means if isinstance(descriptors, torch.Tensor) else means.numpy()
 
 
 def metres_on_plane(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -309,10 +358,14 @@ def read_truth(path: Path) -> GroundTruth:
     try:
         truth = parsed_truth(read_written_json(path), str(path))
     except (OSError, ValueError) as error:
-        raise DistapError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DistapError("evaluation.wrong_truth", f"{path}: {reason}") from error
     for split in (*truth.query, *truth.gallery):
         if Path(split).name != split:
-            raise DistapError(f"{path}: {split!r} is not the name of a folder next to it")
+            raise DistapError(
+                "evaluation.wrong_truth",
+                f"{path}: {split!r} is not the name of a folder next to it",
+            )
     return truth
 
 
@@ -321,42 +374,21 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
     messages.
     """
     try:
-        found = GroundTruth.model_validate(truth)
+        parsed = GroundTruth.model_validate(truth)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DistapError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    figures_named(found.figures)
-    if not (found.queries or found.query):
-        raise DistapError(f"{where}: queries: expected at least one")
-    refuse_repeated(found.queries, where)
-    averaged = {
-        image for images in found.instances.values() for image in images
-    } - found.instances.keys()
-    inside = [query.name for query in found.queries if query.name in averaged]
-    if inside:
-        raise DistapError(
-            f"{where}: query {inside[0]!r} is an image of an instance; ask for the instance"
-        )
-    boxed = [query.name for query in found.queries if query.box and query.name in found.instances]
-    if boxed:
-        raise DistapError(
-            f"{where}: query {boxed[0]!r} is an instance, of several images, and can have no box"
-        )
-    if bool(found.query) != bool(found.gallery):
-        raise DistapError(
-            f"{where}: query and gallery name folders next to the file; give both or neither"
-        )
-    if found.unit == "degrees" and any(
-        abs(north) > 90 for north, _ in (found.positions or {}).values()
-    ):
-        raise DistapError(
-            f"{where}: positions in degrees are latitude, from -90 to 90, and longitude"
-        )
-    return found
+        key = ".".join(map(str, first["loc"]))
+        raise DistapError("evaluation.wrong_truth", f"{where}: {key}: {first['msg']}") from error
+    figures_named(parsed.figures)
+    refuse_repeated(parsed.queries, where)
+    problem = parsed.problem()
+    if problem:
+        raise DistapError("evaluation.wrong_truth", f"{where}: {problem}")
+    return parsed
 
 
 def refuse_repeated(queries: Sequence[TrueQuery], where: str) -> None:
     """Raise a DistapError if two queries have one name."""
-    [(name, times), *_] = Counter(query.name for query in queries).most_common(1) or [("", 0)]
-    if times > 1:
-        raise DistapError(f"{where}: query {name} stands {times} times")
+    [(name, count), *_] = Counter(query.name for query in queries).most_common(1) or [("", 0)]
+    if count > 1:
+        raise DistapError("evaluation.wrong_truth", f"{where}: query {name} stands {count} times")

@@ -23,10 +23,12 @@ LABELLED = "labelled set"
 QUERIED = "queries and another gallery"
 DRAWN = "queries and a gallery that is drawn"
 
-Figures = Annotated[
-    dict[str, float],
-    BeforeValidator(lambda own: {name: own[name] for name in own if own[name] is not None}),
-]
+
+def _without_null(figures: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+Figures = Annotated[dict[str, float], BeforeValidator(_without_null)]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     figures: Figures  # means over the queries, from 0 to 1
 
     def save(self, folder: Path, **about: Any) -> None:
-        """Write the evaluation to a folder, with `about` in result.json; raise a DistapError if
-        that fails.
+        """Write the evaluation to a folder, with `about` in result.json.
 
         The folder holds no evaluation until all is written; an earlier one is replaced.
         """
@@ -71,7 +72,9 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise DistapError(f"{path}: cannot be replaced: {error.strerror or error}") from error
+            raise DistapError(
+                "storage.not_written", f"{path}: cannot be replaced: {error.strerror or error}"
+            ) from error
         if self.hits is not None:
             write_whole(folder / RETRIEVED_FILE, columns_file(**vars(self.hits)))
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
@@ -80,7 +83,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         """Read the hits of each image; return None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
-        with reading(path := self.folder / RETRIEVED_FILE, "distap eval"):
+        path = self.folder / RETRIEVED_FILE
+        with reading(path, "distap eval"):
             return Retrieved(**np.load(BytesIO(path.read_bytes()), allow_pickle=False))
 
 
@@ -96,6 +100,6 @@ def folder_of_step(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Return the steps of a training whose evaluation was kept, ascending."""
+    """Return the steps whose evaluations a training kept, ascending."""
     names = [path.parent.name for path in (run / FOLDER).glob(f"step-*/{RESULT_FILE}")]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,84 +37,115 @@ def open_set(
     truth.
 
     Args:
-        name: name of the set in results; None takes the last part of `where`. distractors: files
-            and folders of descriptors to add to the gallery, see `open_parts`. gallery: shards with
-            classes to search in; None searches all other images of the set itself. truth: file that
-            says for each query what is right, see `distap.evaluation.ground_truth`. gallery_draws:
-            draw a gallery of one image per class this many times, and query the others; 0 draws
-            none. figures: names, see `distap.retrieval.figures`; none takes those of the ground
-            truth, or LABELLED_FIGURES.
+        name: name of the set in results; None takes the last part of `where`.
+        distractors: files and folders of descriptors to add to the gallery, see `open_parts`.
+        gallery: images with classes to search in; None searches all other images of the set itself.
+        truth: file that lists for each query what is right, see `distap.evaluation.ground_truth`.
+        gallery_draws: draw a gallery of one image per class this many times, and query the others;
+            0 draws none.
+        figures: names, see `distap.retrieval.figures`; none takes those of the ground truth, or
+            LABELLED_FIGURES.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
-    name = name or Path(source.base).name or "data"
-    open_parts(distractors, None)  # raises for what holds none
-    more: dict[str, Any] = {"distractors": tuple(distractors)}
-
-    def opened(part: Source | str) -> ImageSet:
-        own = parse_source(part)
-        return DescribedImages(own) if own.kind == "described" else open_images(own)
-
-    folder = Path(source.base)
-    known = None if truth is None else read_truth(Path(truth))
-    asked: Sequence[Source | str] = [source]
-    among: Sequence[Source | str] = [] if gallery is None else [gallery]
-    is_whole = not source.scheme and source.pattern is None and not source.is_part
-    truth_file = folder / GROUND_TRUTH_FILE
-    if known is None and is_whole and source.kind == "shards" and truth_file.is_file():
-        if among:
-            raise DistapError(
-                f"{source}: its gallery is that of its ground truth, so leave gallery out"
-            )
-        known = read_truth(truth_file)
-        asked, among = (
-            [str(folder / part) for part in parts] for parts in (known.query, known.gallery)
-        )
-    if gallery_draws and (known or among):
+    open_parts(distractors, None)  # raises for a path without descriptors
+    if truth is not None:
+        opened = _listed_set(source, gallery, Path(truth))
+    elif _is_converted(source):
+        opened = _converted_set(source, gallery)
+    else:
+        opened = _labelled_set(source, gallery, gallery_draws)
+        if figures:  # results are sorted by mAP
+            figures = tuple(dict.fromkeys(("mAP", *figures)))
+    if gallery_draws and opened.gallery:
         raise DistapError(
-            f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out"
+            "evaluation.gallery_known",
+            f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out",
         )
-    if known:
-        of_part = {part: opened(part) for part in (*asked, *among)}
-        queries, parts = ([of_part[part] for part in own] for own in (asked, among))
-        if truth is not None and (
-            not among or parts[0].index.fingerprint == queries[0].index.fingerprint
-        ):
-            parts = queries
-        return EvaluationSet(
-            name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more
-        )
-    # as `distap data pack` names them
-    pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")
-    if (
-        folder.name.endswith("query")
-        and is_whole
-        and pair.is_dir()
-        and not among
-        and not gallery_draws
-    ):
-        raise DistapError(
-            f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to"
-            f" retrieve each other, write {source}/*.tar"
-        )
-    # results are sorted by mAP
-    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else LABELLED_FIGURES
-    found = EvaluationSet(
-        name, (opened(source),), names, tuple(map(opened, among)), draws=gallery_draws, **more
+    return replace(
+        opened,
+        name=name or Path(source.base).name or "data",
+        figures=tuple(figures) or opened.figures,
+        distractors=tuple(distractors),
     )
-    for images in found.image_sets:
+
+
+def _open_images(where: Source | str) -> ImageSet:
+    source = parse_source(where)
+    return DescribedImages(source) if source.kind == "described" else open_images(source)
+
+
+def _is_whole_folder(source: Source) -> bool:
+    return not source.scheme and source.pattern is None and not source.is_part
+
+
+def _is_converted(source: Source) -> bool:
+    """Return whether a source is a folder of `distap data convert`, which has a ground truth."""
+    has_truth = Path(source.base, GROUND_TRUTH_FILE).is_file()
+    return source.kind == "shards" and _is_whole_folder(source) and has_truth
+
+
+def _converted_set(source: Source, gallery: Source | str | None) -> EvaluationSet:
+    """Open a folder of `distap data convert`: its truth names the folders of queries and gallery.
+
+    A folder that is named for both is opened once, so that its images are described once.
+    """
+    if gallery is not None:
+        raise DistapError(
+            "evaluation.gallery_known",
+            f"{source}: its gallery is that of its ground truth, so leave gallery out",
+        )
+    folder = Path(source.base)
+    truth = read_truth(folder / GROUND_TRUTH_FILE)
+    images = {name: _open_images(str(folder / name)) for name in (*truth.query, *truth.gallery)}
+    return EvaluationSet(
+        folder.name,
+        tuple(images[name] for name in truth.query),
+        truth.figures,
+        tuple(images[name] for name in truth.gallery),
+        truth,
+    )
+
+
+def _listed_set(source: Source, gallery: Source | str | None, path: Path) -> EvaluationSet:
+    """Open images of which a file lists the queries; without a gallery they are that as well."""
+    truth = read_truth(path)
+    queries = _open_images(source)
+    searched = queries if gallery is None else _open_images(gallery)
+    if searched.index.fingerprint == queries.index.fingerprint:
+        searched = queries
+    return EvaluationSet(source.base, (queries,), truth.figures, (searched,), truth)
+
+
+def _labelled_set(source: Source, gallery: Source | str | None, draws: int) -> EvaluationSet:
+    """Open images of which those of the query's class are right."""
+    folder = Path(source.base)
+    # As `distap data pack` names the two folders.
+    neighbour = folder.with_name(f"{folder.name.removesuffix('query')}gallery")
+    is_query = folder.name.endswith("query") and _is_whole_folder(source)
+    if is_query and gallery is None and not draws and neighbour.is_dir():
+        raise DistapError(
+            "evaluation.no_gallery",
+            f"{source}: give its gallery, {neighbour}, by data.gallery or --gallery; if these are"
+            f" to retrieve each other, write {source}/*.tar",
+        )
+    queries = _open_images(source)
+    searched = () if gallery is None else (_open_images(gallery),)
+    for images in (queries, *searched):
         if images.classes[0] == "":
             raise DistapError(
+                "data.no_classes",
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data"
-                " pack` it"
+                " pack` it",
             )
-    for other in found.gallery:
-        if other.index.fingerprint == found.queries[0].index.fingerprint:
+    for images in searched:
+        if images.index.fingerprint == queries.index.fingerprint:
             raise DistapError(
-                f"{other.name}: these are the queries themselves, and each would retrieve itself;"
-                " leave the gallery out, and each retrieves all others"
+                "evaluation.gallery_is_queries",
+                f"{images.name}: these are the queries themselves, and each would retrieve itself;"
+                " leave the gallery out, and each retrieves all others",
             )
-    return found
+    return EvaluationSet(source.base, (queries,), LABELLED_FIGURES, searched, draws=draws)
 
 
 def open_named_sets(
@@ -125,12 +157,12 @@ def open_named_sets(
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
         named = None if isinstance(text, Source) else NAME_AND_PATH.fullmatch(text)
-        opened = open_set(
-            named[2] if named else text, named[1] if named else None, distractors, **settings
-        )
+        name, path = named.groups() if named else (None, text)
+        opened = open_set(path, name, distractors, **settings)
         if opened.name in sets:
             raise DistapError(
-                f"--data: two sets are called {opened.name}; write NAME=PATH for one of them"
+                "evaluation.repeated_name",
+                f"--data: two sets are called {opened.name}; write NAME=PATH for one of them",
             )
         sets[opened.name] = opened
     return sets
@@ -148,9 +180,10 @@ def evaluate_sets(
     """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
-        output: folder for the evaluation, or for a folder of each of several; `about` is added to
-            them.
+        output: folder for the evaluation, or for a folder of each of several.
+        about: further entries of what is written and returned.
     """
+    # All are described first, so that a mistake in the last one costs no ranking.
     described = {name: opened.describe(describing) for name, opened in sets.items()}
     describer = describing.describer
     about |= {
@@ -159,15 +192,18 @@ def evaluate_sets(
         "precision": describer.precision,
     }
     results: dict[str, Any] = {}
-    for name, one in described.items():
-        found = one.evaluate(refinement)
+    for name, described_set in described.items():
+        evaluation = described_set.evaluate(refinement)
         if describing.world.rank > 0:
             continue
-        # without NaN
-        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}
+        figures = json.loads(evaluation.model_dump_json())["figures"]  # without NaN
+        results[name] = {evaluation.refinement: figures}
         if output is not None:  # before anything is printed, which may fail
-            found.save(output / name if len(sets) > 1 else output, **about)
-        told = f"{found.queries} queries, {found.left_out} without a positive left out"
+            evaluation.save(output / name if len(sets) > 1 else output, **about)
         if printed:
-            print_result(f"{name}: {told}", figures_table({found.refinement: found.figures}))
+            print_result(
+                f"{name}: {evaluation.queries} queries, {evaluation.left_out} without a positive"
+                " left out",
+                figures_table({evaluation.refinement: evaluation.figures}),
+            )
     return about | {"sets": results}

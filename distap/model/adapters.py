@@ -187,7 +187,7 @@ def _fitting(network: nn.Module, patterns: Sequence[str]) -> set[str]:
     for pattern in patterns:
         if not matching(names, pattern):
             raise DistapError(
-                "network.unknown_parameter",
+                "network.pattern_fits_nothing",
                 f"model.freeze: {pattern} fits no parameter; they are {', '.join(names[:4])}, ...",
             )
     return {name for pattern in patterns for name in matching(names, pattern)}

@@ -113,7 +113,7 @@ class TimmBackbone:
                     return architecture, config, dict(arguments or {})
                 except Exception as error:  # the hub's client raises its own
                     raise DistapError(
-                        "network.not_readable", f"model.backbone: {name}: cannot be read: {error}"
+                        "network.unreadable", f"model.backbone: {name}: cannot be read: {error}"
                     ) from error
         if not timm.is_model(name.split(".")[0]):
             close = difflib.get_close_matches(name, timm.list_models(), n=3)
@@ -336,7 +336,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         state = load_state_dict(str(path), use_ema=False, weights_only=True)
     except Exception as error:  # torch, zipfile, pickle and safetensors each raise their own
         raise DistapError(
-            "weights.not_readable", f"{path}: not a readable weights file: {error}"
+            "weights.unreadable", f"{path}: not a readable weights file: {error}"
         ) from error
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 

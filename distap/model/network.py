@@ -288,7 +288,7 @@ def _width_of_descriptors(module: nn.Module, image_size: int, device: torch.devi
         if isinstance(output, Mapping):
             kind += f" of {', '.join(map(str, output))}"
     raise DistapError(
-        "network.not_descriptors",
+        "network.no_descriptors",
         f"network: {name} gives {kind} for 2 images; expected descriptors (2, C)",
     )
 

@@ -122,7 +122,7 @@ class TrainedNetwork:
         changed = sorted(name for name in expected if expected[name] != digests.get(name))
         if changed:
             raise DistapError(
-                "weights.base_changed",
+                "network.changed_base",
                 f"{where}; here (timm {timm.__version__}) {len(changed)} of its {len(expected)}"
                 f" tensors differ: {shorten(', '.join(changed), 150)}. Get those weights, or the"
                 " whole network (--format safetensors)",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
-# of the axes
+# Distances of the axes' ends from the edges at the left and at the top, and of the x axis from the
+# bottom.
 LEFT = 70
 END = 500
 TOP = 32
@@ -47,11 +48,13 @@ class Chart:
         low = 0.0 if from_zero else min(ys)
         high = max(ys)
         self.is_zero = min(ys) == high == 0  # an axis would mean nothing
-        more = 0.06 * (high - low) or abs(high) * 0.1
+        margin = 0.06 * (high - low) or abs(high) * 0.1
         self._left = min(xs)
         self._right = max(xs)
-        self._low = low if from_zero else low - more
-        self._high = min(high + more, 1.0) if in_percent and high <= 1 else high + more
+        self._low = low if from_zero else low - margin
+        self._high = high + margin
+        if in_percent and high <= 1:
+            self._high = min(self._high, 1.0)
 
     def x(self, value: float) -> float:
         """Return the distance of an x value from the left edge."""
@@ -85,12 +88,10 @@ class Chart:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in self.points)
 
 
-def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:
-    """Return the finite points, or the means of `most` equal intervals if there are more points."""
+def thinned(points: Sequence[tuple[float, float | None]], count: int = MOST_POINTS) -> list[Point]:
+    """Return the finite points, or the means of `count` equal intervals if they are more."""
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-    if len(finite) <= most:
+    if len(finite) <= count:
         return finite
-    return [
-        (float(x), float(y))
-        for x, y in (part.mean(0) for part in np.array_split(np.array(finite), most))
-    ]
+    means = [points.mean(0).tolist() for points in np.array_split(np.array(finite), count)]
+    return [(x, y) for x, y in means]

@@ -26,8 +26,7 @@ def page_text(template: str, **values: Any) -> str:
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Write a page as one file without scripts or links to the network; make its folder if
-    needed."""
+    """Write a page as one file without scripts or links to the network."""
     write_whole(path, page_text(template, **values))
 
 

@@ -15,8 +15,8 @@ import yaml
 import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.config.reading import parsed_yaml
-from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnails_of
+from distap.data.joined import JoinedImages
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError, without_secrets
 from distap.evaluation.saved import (
@@ -80,27 +80,21 @@ class Run:
         """Return the seconds of the whole training, including evaluations and checkpoints."""
         # Only the lines of steps have a whole, `step`, next to its parts.
         seconds = [entry["seconds"] for entry in self.entries]
-        return sum(each["step"] if "step" in each else sum(each.values()) for each in seconds)
+        return sum(times["step"] if "step" in times else sum(times.values()) for times in seconds)
 
     @property
     def outside_network_share(self) -> float | None:
         """Return the share of step time spent outside the network's forward and backward; None
         without steps.
         """
-        whole, network = (
-            sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network")
-        )
-        return 1 - network / whole if whole else None
+        step_seconds = sum(entry["seconds"]["step"] for entry in self.steps)
+        network = sum(entry["seconds"]["network"] for entry in self.steps)
+        return 1 - network / step_seconds if step_seconds else None
 
     def summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            when: (
-                each
-                and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
-            )
-            for when, each in (("before", self.before), ("after", self.after))
-        }
-        return summary | {
+        return {
+            "before": _main_figures(self.before),
+            "after": _main_figures(self.after),
             "train_seconds": self.train_seconds,
             "outside_network_share": self.outside_network_share,
         }
@@ -109,16 +103,24 @@ class Run:
         """Return the evaluations as `before` and `after`, or by step within the training."""
         if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
             raise DistapError(
+                "data.changed",
                 f"{self.before.folder} and {self.after.folder} are of different data: they cannot"
-                " be compared"
+                " be compared",
             )
         last = self.recipe["steps"] or max((entry["step"] for entry in self.steps), default=None)
         names = {0: "before", last: "after"}
         return {
-            names.get(each.step, f"step {each.step}"): each
-            for each in (self.before, self.after)
-            if each
+            names.get(evaluation.step, f"step {evaluation.step}"): evaluation
+            for evaluation in (self.before, self.after)
+            if evaluation
         }
+
+
+def _main_figures(evaluation: Evaluation | None) -> dict[str, float] | None:
+    if evaluation is None:
+        return None
+    figures = evaluation.figures
+    return {name: figures[name] for name in SUMMARY_FIGURES if name in figures}
 
 
 def read_run(folder: Path) -> Run:
@@ -129,12 +131,15 @@ def read_run(folder: Path) -> Run:
         recipe = parsed_yaml(read_text(path), str(path))
         recipe |= {key: recipe[key] for key in SECTIONS}
     # An evaluation that the log does not know is from before an interruption.
-    known = {entry["step"] for entry in entries if "validation" in entry}
-    own = [step for step in saved_steps(folder) if step in known]
-    first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
-    newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
-    begun, ended = (each if each is None else read_evaluation(each) for each in (first, newest))
-    return Run(folder, recipe, entries, begun, ended, read_starts(folder))
+    logged = {entry["step"] for entry in entries if "validation" in entry}
+    steps = [step for step in saved_steps(folder) if step in logged]
+    before = None
+    after = None
+    if steps and (steps[0] == 0 or len(steps) > 1):
+        before = read_evaluation(folder_of_step(folder, steps[0]))
+    if steps and steps[-1] > 0:
+        after = read_evaluation(folder_of_step(folder, steps[-1]))
+    return Run(folder, recipe, entries, before, after, read_starts(folder))
 
 
 def report(
@@ -192,9 +197,8 @@ class Answer(NamedTuple):
     hits: list[Picture]  # best first
 
 
-Sheets = dict[
-    str, tuple[str, list[tuple[Picture, list[Answer]]]]
-]  # by title, why queries were chosen, and each query
+# By title: why the queries were chosen, and each query with its answers.
+Sheets = dict[str, tuple[str, list[tuple[Picture, list[Answer]]]]]
 
 
 def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> Sheets:
@@ -204,37 +208,41 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
     The last network decides what is hard.
     """
     name, last = list(retrieved.items())[-1]
-    answered = (each.sample[np.flatnonzero(each.first_positive)] for each in retrieved.values())
+    answered = (hits.sample[np.flatnonzero(hits.first_positive)] for hits in retrieved.values())
     queries = reduce(np.intersect1d, answered)  # common to all, by their numbers in the data set
     precision = last.average_precision[np.searchsorted(last.sample, queries)]
 
-    def picture(of: Retrieved, row: int) -> Picture:
-        return Picture(str(of.key[row]), str(of.class_name[row]), thumbnail(int(of.sample[row])))
+    def picture(hits: Retrieved, row: int) -> Picture:
+        jpeg = thumbnail(int(hits.sample[row]))
+        return Picture(str(hits.key[row]), str(hits.class_name[row]), jpeg)
 
     def example(sample: int) -> tuple[Picture, list[Answer]]:
         answers = []
-        for network, of in retrieved.items():
-            row = int(np.searchsorted(of.sample, sample))
-            query = picture(of, row)
-            hits = [
-                picture(of, hit)._replace(right=bool(of.class_name[hit] == of.class_name[row]))
-                for hit in of.neighbours[row, :HITS].tolist()
+        for network, hits in retrieved.items():
+            row = int(np.searchsorted(hits.sample, sample))
+            query = picture(hits, row)
+            pictures = [
+                picture(hits, hit)._replace(
+                    right=bool(hits.class_name[hit] == hits.class_name[row])
+                )
+                for hit in hits.neighbours[row, :HITS].tolist()
             ]
+            average_precision = float(hits.average_precision[row])
             answers.append(
-                Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits)
+                Answer(network, average_precision, int(hits.first_positive[row]), pictures)
             )
         return query, answers
 
-    some = permutation(len(precision), 0)[:RANDOM]
+    drawn = permutation(len(precision), 0)[:RANDOM]
     hardest = np.argsort(precision, kind="stable")[:HARDEST]
     chosen = {
-        "Neighbours of some queries": ("Drawn at random, not selected.", some),
+        "Neighbours of some queries": ("Drawn at random, not selected.", drawn),
         "Hardest queries": (f"The queries with the lowest AP ({name}).", hardest),
     }
     return {
-        title: (f"{why} {FRAMES}", [*map(example, queries[those].tolist())])
-        for title, (why, those) in chosen.items()
-        if len(those)
+        title: (f"{why} {FRAMES}", [*map(example, queries[rows].tolist())])
+        for title, (why, rows) in chosen.items()
+        if len(rows)
     }
 
 
@@ -243,16 +251,15 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
     if not evaluations:
         return {}, ""
     try:
-        read = {name: each.retrieved() for name, each in evaluations.items()}
-        retrieved = {name: each for name, each in read.items() if each is not None}
-        if len(retrieved) < len(evaluations):
-            return (
-                {},
-                (
+        retrieved = dict[str, Retrieved]()
+        for name, evaluation in evaluations.items():
+            hits = evaluation.retrieved()
+            if hits is None:
+                return {}, (
                     "neighbours are kept neither of galleries that are drawn nor of sets with a"
                     " ground truth"
-                ),
-            )
+                )
+            retrieved[name] = hits
         return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())))), ""
     except DistapError as error:
         return {}, str(error)
@@ -260,18 +267,14 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
 
 def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
-    sets = [open_images(source) for source in sources]
-    if "+".join(images.index.fingerprint for images in sets) != evaluation.fingerprint:
-        named = " or ".join(sources)
+    images = JoinedImages(map(open_images, sources))
+    if images.fingerprint != evaluation.fingerprint:
         raise DistapError(
-            f"{named}: the data set has changed since it was evaluated in {evaluation.folder}"
+            "data.changed",
+            f"{' or '.join(sources)}: the data set has changed since it was evaluated in"
+            f" {evaluation.folder}",
         )
-
-    def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow
-        is_of_gallery = sample >= len(sets[0])
-        return sets[is_of_gallery].encoded(sample - is_of_gallery * len(sets[0]))
-
-    return thumbnails_of(encoded, THUMBNAIL)
+    return thumbnails_of(images.encoded, THUMBNAIL)
 
 
 def training_charts(run: Run) -> dict[str, Chart]:
@@ -314,8 +317,7 @@ def follow_run(folder: Path, seconds: float, write: Callable[[], Any]) -> None:
         while time.time() - (folder / FILE).stat().st_mtime < STALE_RENEWALS * RENEW_SECONDS:
             try:
                 write()
-            except (
-                DistapError
-            ) as error:  # its training may not have written its first line, or goes on just now
+            except DistapError as error:
+                # Its training may not have written its first line, or goes on just now.
                 print_warning(f"{error}; trying again in {seconds:g} s")
             time.sleep(seconds)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distap.ranking.device_copies import ToHost, queued
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Counter, Descriptors, Flags, Labels, full_precision, strips
+from distap.ranking.loss import Counter, DescriptorRows, FlagRows, LabelRows, full_precision, strips
 from distap.world import Arrival, World
 
 # Chunks of a share, and rows of a rank in a chunk: small ones leave early, but each costs a
@@ -60,10 +60,10 @@ class Gathering:
     @torch.no_grad()
     def add(
         self,
-        descriptors: Descriptors,
-        labels: Labels | Int64[Tensor, "n L"],
-        taking_part: Flags,
-        samples: Labels,
+        descriptors: DescriptorRows,
+        labels: LabelRows | Int64[Tensor, "n L"],
+        taking_part: FlagRows,
+        samples: LabelRows,
     ) -> None:
         """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
@@ -104,7 +104,7 @@ class Gathering:
             # Ranks with a row less than others have padded the last chunk, behind the last slot.
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
-    def _receive(self, rows: Descriptors, facts: Int64[Tensor, "m facts"]) -> None:
+    def _receive(self, rows: DescriptorRows, facts: Int64[Tensor, "m facts"]) -> None:
         # Rows that take no part are dropped here, so that everything behind sees B rows without
         # gaps, in the order of slots, which is the same on every rank and whatever their number.
         arrived = rows[queued(facts[:, TAKES_PART].nonzero().flatten(), rows.device)]
@@ -145,13 +145,13 @@ class Gathering:
         gallery = self._gallery[: self._in_gallery]
         taking_part = self._facts[:, TAKES_PART].bool()
         facts = self._facts[taking_part]
-        own = self._is_own[taking_part].nonzero().flatten()
+        own_rows = self._is_own[taking_part].nonzero().flatten()
         device = gallery.device
         return Gathered(
             gallery=gallery,
             gallery_levels=queued(facts[:, FINEST_LABEL:].contiguous(), device),
             samples=queued(facts[:, SAMPLE].contiguous(), device),
-            own=queued(own, device),
+            own=queued(own_rows, device),
             taking_part=queued(taking_part, device),
             world=self.world,
         )

@@ -127,10 +127,10 @@ class Gathered:
         """Add tensors of all ranks' images, given those (b, ...) of this rank's, by its slots."""
         shared = dict[str, Tensor]()
         for name, rows in extra.items():
-            own = rows.to(self.gallery.device)[self.local[: len(rows)]]
+            local_rows = rows.to(self.gallery.device)[self.local[: len(rows)]]
             # As bytes, because gloo does not know every type.
-            whole = self.share(own[:, None].flatten(1).contiguous().view(torch.uint8))
-            shared[name] = whole.view(own.dtype).view(len(whole), *own.shape[1:])
+            whole = self.share(local_rows[:, None].flatten(1).contiguous().view(torch.uint8))
+            shared[name] = whole.view(local_rows.dtype).view(len(whole), *local_rows.shape[1:])
         return replace(self, extra=shared)
 
     def share(self, rows: Shaped[Tensor, "b *K"]) -> Shaped[Tensor, "B *K"]:

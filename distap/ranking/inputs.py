@@ -15,6 +15,9 @@ from distap.ranking.loss import Loss
 from distap.ranking.rankable import MOST_ROWS, row_names
 from distap.world import World
 
+TensorLike = Tensor | ArrayLike
+Extra = Mapping[str, TensorLike]
+
 
 class Inputs:
     """Labels, sample numbers and further tensors of b images, as a caller gives them.
@@ -27,12 +30,7 @@ class Inputs:
         DistapError: one of them makes no tensor of numbers.
     """
 
-    def __init__(
-        self,
-        labels: Tensor | ArrayLike,
-        samples: Tensor | ArrayLike | None,
-        extra: Mapping[str, Tensor | ArrayLike] | None,
-    ) -> None:
+    def __init__(self, labels: TensorLike, samples: TensorLike | None, extra: Extra | None) -> None:
         self.labels = tensor_given(labels, "labels")
         self.samples = None if samples is None else tensor_given(samples, "samples")
         self.extra = {

@@ -26,9 +26,9 @@ GPU_TILE_PAIRS = 2**26
 # ones, (K, L).
 KnownClasses = int | Int64[Tensor, "K *L"] | None
 # Of n images, such as those that arrive together.
-Descriptors = Float[Tensor, "n C"]
-Labels = Int64[Tensor, " n"]
-Flags = Bool[Tensor, " n"]
+DescriptorRows = Float[Tensor, "n C"]
+LabelRows = Int64[Tensor, " n"]
+FlagRows = Bool[Tensor, " n"]
 # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
 TENSORS_A_PAIR = 8
 
@@ -88,12 +88,7 @@ class Counter:
         self.budget = budget
         self.seen = 0  # images that were added
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: DescriptorRows, labels: LabelRows, is_own: FlagRows) -> None:
         """Add the gallery's next descriptors; `labels` and `is_own` are on the CPU."""
         self.seen += len(labels)
 
@@ -144,7 +139,7 @@ class Loss(ABC):
     @cached_property
     def taken(self) -> tuple[str, ...]:
         """Names of further tensors of images, which the formula takes without a default."""
-        method, known = self.formula
+        method, common = self.formula
         function = getattr(self, method)
         try:
             # A module's `forward` is looked at, for `__call__` takes anything.
@@ -154,7 +149,7 @@ class Loss(ABC):
         named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
         return tuple(
             parameter.name
-            for parameter in [*parameters][known:]
+            for parameter in [*parameters][common:]
             if parameter.default is Parameter.empty and parameter.kind in named
         )
 
@@ -214,8 +209,8 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     by_parameters = tuple(map(torch.zeros_like, loss.parameters))
     if world.rank == 0:
         # To the loss it looks like a single process whose own rows are all rows.
-        own = torch.arange(batch, device=loss_value.device)
-        whole = replace(gathered, own=own, world=World(device=world.device))
+        all_rows = torch.arange(batch, device=loss_value.device)
+        whole = replace(gathered, own=all_rows, world=World(device=world.device))
         try:
             value = loss.value_and_gradient(whole, budget)
             gradient = whole.spread(value.gradient)

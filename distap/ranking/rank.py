@@ -22,7 +22,7 @@ from distap.ranking.inputs import Inputs, agreement, lengthened
 from distap.ranking.loss import Budget, Counter, Loss, full_precision, rank_on_rank_zero
 from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rankable import refuse_crossing, refuse_unrankable
+from distap.ranking.rankable import refuse_crossing, refuse_lengths, row_names
 from distap.world import World, refuse_default_device
 
 Mode = Literal["sharded", "central"]
@@ -121,7 +121,13 @@ def rank(
             )
         inputs = Inputs(labels, samples, extra)
         inputs.check(len(descriptors), built)
-        refuse_unrankable(descriptors)
+        wrong = ~descriptors.isfinite().all(dim=1)
+        if wrong.any():
+            raise DistapError(
+                "descriptors.not_finite",
+                f"{row_names(wrong)}: descriptors hold values that are not finite (NaN or"
+                " infinite)",
+            )
         view.kind = inputs.kind(built, descriptors=descriptors)
         view.value = len(descriptors)
     # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same
@@ -131,6 +137,7 @@ def rank(
     slots = share * world.size
     labels, is_image, samples = inputs.padded(share)
     gathered = gather(lengthened(wide, share), labels, is_image, world, slots, samples)
+    refuse_lengths(gathered)
     gathered = replace(gathered, key=(0, step)).with_extra(inputs.extra)
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, checked_mode, memory_bytes)

@@ -13,20 +13,6 @@ from distap.ranking.gathered import Gathered
 MOST_ROWS = 10  # that a message names
 
 
-def refuse_unrankable(descriptors: Float[Tensor, "b C"]) -> None:
-    """Raise a DistapError, which names the rows, unless descriptors are finite and of length 1."""
-    lengths = torch.linalg.vector_norm(descriptors.double(), dim=1)
-    wrong = ~lengths.isfinite()
-    if wrong.any():
-        raise DistapError(
-            "descriptors.not_finite",
-            f"{row_names(wrong)}: descriptors hold values that are not finite (NaN or infinite)",
-        )
-    problem = _why_not_normalised(lengths)
-    if problem:
-        raise DistapError("descriptors.not_normalised", problem)
-
-
 def refuse_lengths(gathered: Gathered) -> None:
     """Raise a DistapError on every rank that names rank and rows of descriptors not of length 1."""
     world = gathered.world

@@ -36,17 +36,23 @@ Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a t
 
 @contextmanager
 def reading(path: Path, command: str) -> Iterator[None]:
-    """Turn errors about missing or damaged files into a DistapError that names the command which
-    writes them.
+    """Turn errors about missing or damaged files into a DistapError.
+
+    Args:
+        command: what writes such files, for the message.
     """
     try:
         yield
     except DistapError:
         raise
     except FileNotFoundError as error:
-        raise DistapError(f"{path}: no such file; `{command}` writes it") from error
+        raise DistapError(
+            "descriptors.missing", f"{path}: no such file; `{command}` writes it"
+        ) from error
     except Exception as error:  # json, numpy, zipfile, safetensors and Faiss raise a dozen kinds
-        raise DistapError(f"{path}: not readable as `{command}` writes it: {error!r}") from error
+        raise DistapError(
+            "descriptors.damaged", f"{path}: not readable as `{command}` writes it: {error!r}"
+        ) from error
 
 
 @pydantic.dataclasses.dataclass(frozen=True)  # checked, since it is read from JSON
@@ -83,8 +89,9 @@ class DescriptorSet:
             self.classes
         ):
             raise DistapError(
+                "descriptors.wrong_shape",
                 f"{self.data}: descriptors of shape {self.descriptors.shape} for {len(self.keys)}"
-                f" keys and {len(self.classes)} classes; expected (N, C), N and N"
+                f" keys and {len(self.classes)} classes; expected (N, C), N and N",
             )
 
 
@@ -103,9 +110,9 @@ def write_described(
         files: by name, what writes to the opened file.
         about: more entries for the record.
     """
-    columns = {KEYS_FILE: descriptors.keys, CLASSES_FILE: descriptors.classes}
     texts: dict[str, Callable[[BinaryIO], Any]] = {
-        name: partial(np.save, arr=column, allow_pickle=False) for name, column in columns.items()
+        KEYS_FILE: partial(np.save, arr=descriptors.keys, allow_pickle=False),
+        CLASSES_FILE: partial(np.save, arr=descriptors.classes, allow_pickle=False),
     }
     identities: dict[str, dict[str, Any]] = {}
     try:
@@ -114,12 +121,14 @@ def write_described(
             path = folder / name
             with replacing(path) as file:
                 write(file)
-            is_mapped = name == DESCRIPTORS_FILE
-            identities[name] = (
-                {"bytes": path.stat().st_size} if is_mapped else asdict(file_identity(path))
-            )
+            if name == DESCRIPTORS_FILE:
+                identities[name] = {"bytes": path.stat().st_size}
+            else:
+                identities[name] = asdict(file_identity(path))
     except (OSError, RuntimeError) as error:  # the latter is Faiss's
-        raise DistapError(f"{folder}: {', '.join(files)} cannot be written: {error}") from error
+        raise DistapError(
+            "descriptors.not_written", f"{folder}: {', '.join(files)} cannot be written: {error}"
+        ) from error
     record = {
         "version": DESCRIPTORS_VERSION,
         "data": descriptors.data,
@@ -148,46 +157,53 @@ def read_described(
     path = folder / ABOUT_FILE
     if (folder / EXTRACTION_FILE).exists() and not path.exists():
         raise DistapError(
-            f"{folder}: its extraction has not ended; the command that began it continues it"
+            "descriptors.unfinished",
+            f"{folder}: its extraction has not ended; the command that began it continues it",
         )
     with reading(path, command):
-        about = read_json(path)
-        if about["version"] != DESCRIPTORS_VERSION:
-            told = (
-                f"version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
+        record = read_json(path)
+        if record["version"] != DESCRIPTORS_VERSION:
+            raise DistapError(
+                "descriptors.other_version",
+                f"{path}: version {record['version']!r}, this distap reads {DESCRIPTORS_VERSION};"
+                f" {remedy}",
             )
-            raise DistapError(f"{path}: {told}")
-        # descriptors in place of an index, or an index in place of descriptors
-        if name not in about["files"]:
-            raise DistapError(f"{folder}: has no {name}, which `{command}` writes")
-        about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
-        described_by = DescribedBy(**about["described_by"])
-        shape = int(about["images"]), int(about["dimensions"])
-        named = (name, KEYS_FILE, CLASSES_FILE)
-        expected = {each: FileIdentity(**{"sha256": "", **about["files"][each]}) for each in named}
-    for each, identity in expected.items():
-        told = identity.difference(folder / each, ABOUT_FILE)
-        if told:
-            raise DistapError(f"{folder / each}: {told}; {remedy}")
+        # The folder may hold descriptors in place of an index, or an index in place of descriptors.
+        if name not in record["files"]:
+            raise DistapError(
+                "descriptors.other_kind", f"{folder}: has no {name}, which `{command}` writes"
+            )
+        record |= {"data": str(record["data"]), "left_out": dict(record["left_out"])}
+        described_by = DescribedBy(**record["described_by"])
+        shape = int(record["images"]), int(record["dimensions"])
+        identities = {
+            file: FileIdentity(**{"sha256": "", **record["files"][file]})
+            for file in (name, KEYS_FILE, CLASSES_FILE)
+        }
+    for file, identity in identities.items():
+        difference = identity.difference(folder / file, ABOUT_FILE)
+        if difference:
+            raise DistapError("descriptors.damaged", f"{folder / file}: {difference}; {remedy}")
     with reading(folder, command):
-        keys, classes = (
-            np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE)
-        )
+        keys = np.load(folder / KEYS_FILE, allow_pickle=False)
+        classes = np.load(folder / CLASSES_FILE, allow_pickle=False)
         if not keys.shape == classes.shape == shape[:1]:
             raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
         classes = np.array(list(map(composed, classes.tolist())), dtype=np.str_)
-    return about, described_by, keys, classes, shape
+    return record, described_by, keys, classes, shape
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for
-    errors.
+    """Read a folder of `distap extract`, the descriptors as a memory map.
+
+    Raises:
+        DistapError: see `read_described`.
     """
-    about, by, keys, classes, shape = read_described(
+    record, described_by, keys, classes, shape = read_described(
         folder, DESCRIPTORS_FILE, "distap extract", "extract again"
     )
     with reading(folder / DESCRIPTORS_FILE, "distap extract"):
         values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
-        if (values.shape, str(values.dtype)) != (shape, about["dtype"]):
+        if (values.shape, str(values.dtype)) != (shape, record["dtype"]):
             raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
-    return DescriptorSet(values, keys, classes, by, about["data"], about["left_out"])
+    return DescriptorSet(values, keys, classes, described_by, record["data"], record["left_out"])

@@ -139,7 +139,7 @@ class _Sides:
         is_array = not isinstance(descriptors, Tensor)
         if is_array and math.prod(descriptors.shape) * 4 > RESIDENT_BYTES:
             return descriptors
-        return on_device(descriptors[:], self._dtype, self._truth.device, what=name)
+        return on_device(descriptors[:], self._dtype, self._truth.device, name=name)
 
     def _is_mirrored(self) -> bool:
         """Return whether half of the tiles suffices for a gallery that is its own queries.
@@ -188,7 +188,7 @@ class _Sides:
             tables = tables._replace(positives=positives, ignored=self._moved[tables.ignored])
         else:
             read = taken(self._queries, rows)
-        queries = on_device(read, self._dtype, rows.device, what="query of a block, at place")
+        queries = on_device(read, self._dtype, rows.device, name="query of a block, at place")
         head = rows.new_empty(len(rows), 0) if self._head is None else self._head[rows]
         return Block(places, rows, queries, tables, head, ties)
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
-# unless others are asked for
+# Figures of sets with classes, unless others are asked for.
 LABELLED_FIGURES = ("mAP", "mAP@R", "R@1", "R@5", "R@10", "mP@1", "mP@5", "mP@10")
 LAST_RANK = torch.iinfo(torch.int64).max
 
@@ -90,22 +90,17 @@ class Ranked:
     @property
     def levels(self) -> Bool[Tensor, "L q P"]:
         """Masks of the positives that have relevance 1, 2 ... L."""
-        grades = (
-            self.ranks.clamp(max=1)
-            if self.grades is None
-            else self.grades.masked_fill(self.ranks == 0, 0)
-        )
+        if self.grades is None:
+            grades = self.ranks.clamp(max=1)
+        else:
+            grades = self.grades.masked_fill(self.ranks == 0, 0)
         return torch.stack([grades == level for level in range(1, max(1, int(grades.max())) + 1)])
 
     def hits(self, k: int | Int64[Tensor, "..."]) -> Float64[Tensor, " q"]:
         """Count the positives among the first k of each query; NaN for a query without any."""
         last = torch.as_tensor(k, device=self.ranks.device).view(-1, 1)
-        return (
-            ((self.ranks > 0) & (self.ranks <= last))
-            .sum(1)
-            .double()
-            .masked_fill(self.count == 0, torch.nan)
-        )
+        hits = ((self.ranks > 0) & (self.ranks <= last)).sum(1)
+        return hits.double().masked_fill(self.count == 0, torch.nan)
 
 
 def average_precision(ranked: Ranked, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
@@ -125,8 +120,9 @@ def area_by_trapezoids(ranked: Ranked) -> Float64[Tensor, " q"]:
     return heights.sum(1) / ranked.count
 
 
-def precision(ranked: Ranked, k: int, most: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
-    shown = torch.as_tensor(most, device=ranked.ranks.device).clamp(max=k)
+def precision(ranked: Ranked, k: int, limit: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
+    """Return the share of positives among the first min(k, limit)."""
+    shown = torch.as_tensor(limit, device=ranked.ranks.device).clamp(max=k)
     return ranked.hits(shown) / shown
 
 
@@ -143,9 +139,8 @@ def hierarchical_average_precision(ranked: Ranked, _: int) -> Float64[Tensor, " 
 
 def discounted_gain(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
     levels = ranked.levels.double()
-    gains = (
-        levels * (2.0 ** torch.arange(1, len(levels) + 1, device=levels.device)[:, None, None] - 1)
-    ).sum(0)
+    numbers = torch.arange(1, len(levels) + 1, device=levels.device)
+    gains = (levels * (2.0 ** numbers[:, None, None] - 1)).sum(0)
     place = torch.arange(1, gains.shape[1] + 1, device=gains.device).double()
     ideal = gains.sort(dim=1, descending=True).values / torch.log2(1 + place)
     return (gains / torch.log2(1.0 + ranked.ranks.clamp(min=1).double())).sum(1) / ideal.sum(1)
@@ -156,18 +151,13 @@ def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
     places = torch.arange(1, ranked.ranks.shape[1] + 1, device=ranked.ranks.device)
     # Column 0 takes padding and ranks beyond the last place, and is cut off after the sum.
     shown = torch.where(ranked.ranks > len(places), 0, ranked.ranks).expand(levels.shape)
-    first = (
-        levels.new_zeros(*levels.shape[:2], len(places) + 1)
-        .scatter_add_(2, shown, levels)[:, :, 1:]
-        .cumsum(2)
-    )
-    # positives of this level or a higher one
-    above = levels.sum(2).flip(0).cumsum(0).flip(0)[:, :, None]
+    first = levels.new_zeros(*levels.shape[:2], len(places) + 1)
+    first = first.scatter_add_(2, shown, levels)[:, :, 1:].cumsum(2)
     # The ideal ranking has higher levels first: a level gets what they leave of the first k, up to
     # all that it has.
-    ideal = (
-        (places - above + levels.sum(2)[:, :, None]).clamp(min=0).minimum(levels.sum(2)[:, :, None])
-    )
+    counts = levels.sum(2, keepdim=True)
+    above = counts.flip(0).cumsum(0).flip(0) - counts
+    ideal = (places - above).clamp(min=0).minimum(counts)
     shares = first.minimum(ideal).sum(0) / places.double()
     return shares.masked_fill(places > ranked.count[:, None], 0).sum(1) / ranked.count
 
@@ -195,17 +185,17 @@ FIGURES: dict[str, Figure] = {
 
 
 def figures_named(names: Iterable[str]) -> dict[str, Callable[[Ranked], Float64[Tensor, " q"]]]:
-    """Return how to compute each figure; raise a DistapError that lists all names if one is
-    unknown.
-    """
+    """Return how to compute each figure; a DistapError for an unknown one lists all names."""
     return {name: _figure(name) for name in names}
 
 
 def _figure(name: str) -> Callable[[Ranked], Float64[Tensor, " q"]]:
-    found = re.search(r"(?<=@)[1-9][0-9]{0,8}", name)
-    kind = name if found is None else name.replace(found[0], "k")
-    if kind not in FIGURES or (found is None and "@k" in kind):
+    number = re.search(r"(?<=@)[1-9][0-9]{0,8}", name)
+    kind = name if number is None else name.replace(number[0], "k")
+    if kind not in FIGURES or (number is None and "@k" in kind):
         raise DistapError(
-            f"there is no figure {name!r:.60}; expected {', '.join(FIGURES)}, with a number for k"
+            "evaluation.unknown_figure",
+            f"there is no figure {name!r:.60}; expected {', '.join(FIGURES)}, with a number for k",
         )
-    return lambda ranked: FIGURES[kind](ranked, int(found[0]) if found else 0)
+    k = int(number[0]) if number else 0
+    return lambda ranked: FIGURES[kind](ranked, k)

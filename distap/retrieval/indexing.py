@@ -86,8 +86,7 @@ class SearchIndex:
         return len(self.keys)
 
     def search(self, descriptors: Any, k: int) -> list[list[Hit]]:
-        """Return the k most similar images per query, best first, or fewer if the index finds no
-        more.
+        """Return the k most similar images per query, best first; fewer if the index finds no more.
 
         Args:
             descriptors: (Q, C) of length 1, or (C,) of one query; tensors, arrays or lists.
@@ -96,39 +95,50 @@ class SearchIndex:
         descriptors = given_rows(descriptors, "query", any_length, single=True)
         if descriptors.shape[1] != self.index.d:
             raise DistapError(
+                "descriptors.wrong_dimensions",
                 f"the index of {self.data} is of {self.index.d} dimensions, the query of"
-                f" {descriptors.shape[1]}: another network described it"
+                f" {descriptors.shape[1]}: another network described it",
             )
-        asked, k = on_device(descriptors).numpy(), min(k, len(self))
-        if k < 1 or not len(asked):
-            return [[] for _ in asked]
+        queries = on_device(descriptors).numpy()
+        k = min(k, len(self))
+        if k < 1 or not len(queries):
+            return [[] for _ in queries]
         with self._lock:
             installed_faiss()
-            similarities, rows = self.index.search(asked, k)
+            similarities, rows = self.index.search(queries, k)
         if rows.max() >= len(self):
             raise DistapError(
+                "index.damaged",
                 f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it"
-                " again"
+                " again",
             )
-        found = zip(rows.tolist(), similarities.tolist(), strict=True)
-        pairs = ([pair for pair in zip(*own, strict=True) if pair[0] >= 0] for own in found)
         return [
-            [Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own]
-            for own in pairs
+            [
+                Hit(str(self.keys[row]), str(self.classes[row]), similarity, row)
+                for row, similarity in zip(query_rows, query_similarities, strict=True)
+                if row >= 0  # Faiss fills up with -1
+            ]
+            for query_rows, query_similarities in zip(
+                rows.tolist(), similarities.tolist(), strict=True
+            )
         ]
 
     def row_of(self, key: str) -> int:
         if not self.has(key):
-            raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
+            raise DistapError(
+                "index.no_such_key", f"the index of {self.data} has no image with the key {key!r}"
+            )
         return self.rows[self._names.known_as(key)]
 
     def has(self, key: str) -> bool:
-        """Tell whether an image has this key, in any Unicode form."""
+        """Return whether an image has this key, in any Unicode form."""
         return self._names.known_as(key) in self.rows
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
-        """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a
-        RuntimeError.
+        """Return an image's descriptor, approximate if the index stores codes.
+
+        Raises:
+            RuntimeError: this kind of index cannot reconstruct it.
         """
         with self._lock:
             ivf = faiss.try_extract_index_ivf(self.index)
@@ -154,17 +164,19 @@ class SearchIndex:
 def write_index(folder: Path, index: SearchIndex, descriptors: DescriptorSet) -> None:
     """Write a folder for `read_index`, of an index over all descriptors, in their order."""
     require_free_for_index(folder)
-    written = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
-    files.write_described(folder, descriptors, written, **index.about)
+    write = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
+    files.write_described(folder, descriptors, write, **index.about)
 
 
 def require_free_for_index(folder: Path) -> None:
     """Raise a DistapError if a folder holds anything but an index whose writing was interrupted."""
-    held = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
-    found = {path.name for path in held}
-    if found - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE}:
+    paths = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
+    names = {path.name for path in paths}
+    if names - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE}:
         raise DistapError(
-            f"{folder}: {', '.join(sorted(found)[:3])} would be lost; move it, or name a new folder"
+            "index.folder_in_use",
+            f"{folder}: {', '.join(sorted(names)[:3])} would be lost; move it, or name a new"
+            " folder",
         )
 
 
@@ -203,32 +215,38 @@ def build_index(
     """Train an index on a sample, then add all descriptors, read in blocks.
 
     Args:
-        kind: one of KINDS, or a factory string of Faiss. search: parameters of Faiss's
-            ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's. track:
-            shows progress: called with the blocks, a description and their number, yields the
-            blocks.
+        kind: one of KINDS, or a factory string of Faiss.
+        search: parameters of Faiss's ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they
+            override the kind's.
+        track: shows progress: called with the blocks, a description and their number, it yields
+            the blocks.
     """
     values = descriptors.descriptors
     images, dimensions = values.shape
     if not images or not dimensions:
-        raise DistapError(f"there is nothing to index in descriptors of shape {values.shape}")
-    factory, derived = KINDS.get(kind, (kind, ""))
-    search = ",".join(part for part in (derived, search) if part)
+        raise DistapError(
+            "descriptors.too_few",
+            f"there is nothing to index in descriptors of shape {values.shape}",
+        )
+    factory, kind_search = KINDS.get(kind, (kind, ""))
+    search = ",".join(filter(None, (kind_search, search)))
     started = time.perf_counter()
     installed_faiss()
     try:
         index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise DistapError(f"{factory!r} cannot search by inner product; choose another index")
+            raise DistapError(
+                "index.wrong_kind",
+                f"{factory!r} cannot search by inner product; choose another index",
+            )
         if search:
             faiss.ParameterSpace().set_index_parameters(index, search)  # it takes text
         ivf: Any = faiss.try_extract_index_ivf(index)
         sample = max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))
         if not index.is_trained:
-            rows = np.sort(
-                permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))]
-            )
-            index.train(on_device(values[rows], what="sampled descriptor").numpy())
+            sample = min(sample, max(SAMPLE_NUMBERS // dimensions, 1))
+            rows = np.sort(permutation(images, 0)[:sample])
+            index.train(on_device(values[rows], name="sampled descriptor").numpy())
         blocks = row_blocks(values, numbers=ADDED_NUMBERS)
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
         for _, block in track(blocks, f"indexing ({kind})", total) if track else blocks:
@@ -238,13 +256,21 @@ def build_index(
         reason = re.sub(r"^Error in .*\.cpp:\d+: (Error: '.*' failed: )?", "", str(error))
         parameters = f" with search parameters {search!r}" if search else ""
         raise DistapError(
+            "index.wrong_kind",
             f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of"
-            f" {dimensions} dimensions: {reason}"
+            f" {dimensions} dimensions: {reason}",
         ) from error
-    made = {"kind": kind, "factory": factory, "search": search}
-    about = {"index": made, "build_seconds": time.perf_counter() - started}
-    of_images = descriptors.keys, descriptors.classes, descriptors.described_by, descriptors.data
-    return SearchIndex(index, *of_images, about)
+    return SearchIndex(
+        index,
+        descriptors.keys,
+        descriptors.classes,
+        descriptors.described_by,
+        descriptors.data,
+        {
+            "index": {"kind": kind, "factory": factory, "search": search},
+            "build_seconds": time.perf_counter() - started,
+        },
+    )
 
 
 def search_index(
@@ -255,14 +281,15 @@ def search_index(
     search: str = "",
     dot_product: bool = False,
 ) -> SearchIndex:
-    """Build a Faiss index over descriptors (N, C) of length 1; `search_index(...).search(queries,
-    k)` gives hits.
+    """Build a Faiss index; `search_index(...).search(queries, k)` returns hits.
 
     Args:
-        keys: (N,) names of the images; None takes the numbers of the rows. classes: (N,) names of
-            their classes; None for none. kind: `flat`, `hnsw` or a factory string of Faiss;
-            `search` has its parameters, see `build_index`. dot_product: take descriptors of any
-            length, and rank by the dot product.
+        descriptors: (N, C) of length 1.
+        keys: (N,) names of the images; None takes the numbers of the rows.
+        classes: (N,) names of their classes; None for none.
+        kind: `flat`, `hnsw` or a factory string of Faiss.
+        search: parameters of the index, see `build_index`.
+        dot_product: take descriptors of any length, and rank by the dot product.
     Raises:
         DistapError: the shapes do not fit, a descriptor is not finite or has another length, or
             Faiss cannot build such an index.
@@ -271,8 +298,9 @@ def search_index(
     values = values.float().cpu().numpy() if isinstance(values, torch.Tensor) else values
     names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
     of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
-    told = DescriptorSet(values, names, of_class, DescribedBy("", ""), "descriptors in memory")
-    built = build_index(told, kind, search)
+    described_by = DescribedBy("", "")
+    descriptor_set = DescriptorSet(values, names, of_class, described_by, "descriptors in memory")
+    built = build_index(descriptor_set, kind, search)
     built.about["index"]["dot_product"] = dot_product
     return built
 
@@ -291,26 +319,32 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, An
         at, queries: numbers of results of a query, and of queries.
         milliseconds: time of one query alone.
     """
-    own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
-    asked = on_device(values[own], what="sampled query").numpy()
+    sampled = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
+    queries = on_device(values[sampled], name="sampled query").numpy()
     at = min(RECALL_AT, len(values) - 1)
-    if at < 1 or not len(asked):
+    if at < 1 or not len(queries):
         raise DistapError(
-            f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find"
+            "descriptors.too_few",
+            f"recall: {len(queries)} queries against {len(values)} descriptors leave nothing to"
+            " find",
         )
     # One result more than wanted, since each query is in the index and finds itself.
-    exact, _ = without_rows(*nearest(asked, values, at + 1), own)
+    exact, _ = without_rows(*nearest(queries, values, at + 1), sampled)
     installed_faiss()
-    similar, rows = index.search(asked, at + 1)
-    _, found_rows = without_rows(similar, rows, own)
+    approximate, rows = index.search(queries, at + 1)
+    _, found_rows = without_rows(approximate, rows, sampled)
     # The index may store codes, so compare by the similarities of the descriptors themselves.
     near = np.asarray(values[np.maximum(found_rows, 0)], np.float32)
-    similarities = np.einsum("qc,qkc->qk", asked, near)
+    similarities = np.einsum("qc,qkc->qk", queries, near)
     last = exact[:, -1:] - TIE * np.maximum(np.abs(exact[:, -1:]), 1)
     started = time.perf_counter()
-    for row in range(min(TIMED, len(asked))):
-        index.search(asked[row : row + 1], at)
+    timed = min(TIMED, len(queries))
+    for row in range(timed):
+        index.search(queries[row : row + 1], at)
     seconds = time.perf_counter() - started
-    recall = float(((similarities >= last) & (found_rows >= 0)).mean())
-    milliseconds = 1000 * seconds / min(TIMED, len(asked))
-    return {"recall": recall, "at": at, "queries": len(asked), "milliseconds": milliseconds}
+    return {
+        "recall": float(((similarities >= last) & (found_rows >= 0)).mean()),
+        "at": at,
+        "queries": len(queries),
+        "milliseconds": 1000 * seconds / timed,
+    }

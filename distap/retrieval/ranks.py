@@ -20,7 +20,7 @@ negatives that it ties with, or before them if asked for.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class Block:
         height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
         for start in range(0, len(rows), height):
             read = taken(gallery, rows[start : start + height].clamp(min=0))
-            described = on_device(read, queries.dtype, queries.device, what="positive")
+            described = on_device(read, queries.dtype, queries.device, name="positive")
             is_here = (place >= start) & (place < start + len(described)) & (positives != NONE)
             query, number = is_here.nonzero(as_tuple=True)
             column = place[query, number] - start
@@ -218,16 +218,6 @@ class Tile:
             side.before += count_above(side_similarities, side.bounds, self.scratch)
 
 
-class _Strip(NamedTuple):
-    """Columns that are read together, and the blocks of queries to compare them with."""
-
-    source: Descriptors  # the gallery, or the distractors
-    first: int  # number of the source's first row
-    columns: range
-    blocks: Sequence[Block]
-    mirror: Block | None  # see `Tile`
-
-
 def tiles(
     blocks: Sequence[Block],
     gallery: Descriptors,
@@ -281,17 +271,20 @@ def _strips(
     gallery: Descriptors,
     distractors: Descriptors | None,
     is_mirrored: bool,
-) -> Iterator[_Strip]:
+) -> Iterator[tuple[Descriptors, int, range, Sequence[Block], Block | None]]:
+    """Yield columns that are read together: their source, the number of its first row, the columns,
+    the blocks of queries to compare them with, and the mirror, see `Tile`.
+    """
     images = len(gallery)
     height = max(CONVERTED_NUMBERS // gallery.shape[1], 1)
     if is_mirrored:
         for number, block in enumerate(blocks):
-            yield _Strip(gallery, 0, block.places, blocks[: number + 1], mirror=block)
+            yield gallery, 0, block.places, blocks[: number + 1], block
     for source, first in ((None if is_mirrored else gallery, 0), (distractors, images)):
         count = 0 if source is None else len(source)
         for start in range(first, first + count, height):
             columns = range(start, min(start + height, first + count))
-            yield _Strip(source, first, columns, blocks, mirror=None)
+            yield source, first, columns, blocks, None
 
 
 def _best(

@@ -30,22 +30,24 @@ def expanded(
     which is above 0 for an even α.
 
     Args:
-        queries: (Q, C) of length 1. gallery: (N, C) of length 1; a memory map is read in blocks.
-            neighbours: K, searched in the whole gallery. power: α. same: query i is row i of the
-            gallery, and not its own neighbour. With the gallery as queries this is
-            database-side augmentation (Turcot and Lowe 2009), an exact search of N² C
-            multiplications.
+        queries: (Q, C) of length 1.
+        gallery: (N, C) of length 1; a memory map is read in blocks.
+        neighbours: K, searched in the whole gallery.
+        power: α.
+        same: query i is row i of the gallery, and not its own neighbour. With the gallery as
+            queries this is database-side augmentation (Turcot and Lowe 2009), an exact search of
+            N² C multiplications.
     Returns:
         A new array (Q, C) of the queries' dtype.
     """
     similarities, rows = nearest(queries, gallery, neighbours, same)
     result = np.empty(queries.shape, queries.dtype)
     weights = np.maximum(similarities, 0) ** np.float32(power)
-    for some, moved in row_blocks(queries, numbers=NEAR_NUMBERS // max(rows.shape[1], 1)):
-        near = gallery[rows[some]].astype(np.float32)
-        moved += np.einsum("qk,qkc->qc", weights[some], near, optimize=True)
+    for places, moved in row_blocks(queries, numbers=NEAR_NUMBERS // max(rows.shape[1], 1)):
+        near = gallery[rows[places]].astype(np.float32)
+        moved += np.einsum("qk,qkc->qc", weights[places], near, optimize=True)
         length = np.linalg.norm(moved, axis=1, keepdims=True)
-        result[some] = moved / np.maximum(length, np.finfo(np.float32).tiny)
+        result[places] = moved / np.maximum(length, np.finfo(np.float32).tiny)
     return result
 
 
@@ -65,20 +67,23 @@ def reranked_heads(
     The authors' code divides by the greatest distance instead. Ties keep their order.
 
     Args:
-        queries: (Q, C) of length 1. gallery: (N, C) of length 1; a memory map is read in blocks.
-            size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a
-            time. same: query i is row i of the gallery, and not in its own head. neighbours: k1, of
-            an image that may be reciprocal. smoothing: k2, neighbourhoods that are averaged,
-            including the image's own. original: λ, weight of the original distance.
+        queries: (Q, C) of length 1.
+        gallery: (N, C) of length 1; a memory map is read in blocks.
+        size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a
+            time.
+        same: query i is row i of the gallery, and not in its own head.
+        neighbours: k1, of an image that may be reciprocal.
+        smoothing: k2, neighbourhoods that are averaged, including the image's own.
+        original: λ, weight of the original distance.
     """
     _, heads = nearest(queries, gallery, size, same)
     for row, head in enumerate(heads if heads.shape[1] else ()):
-        query = on_device(queries[row : row + 1], first_row=row, what="query").numpy()
+        query = on_device(queries[row : row + 1], first_row=row, name="query").numpy()
         nodes = np.concatenate([query, np.asarray(gallery[head], np.float32)])
         distances = (1 - nodes @ nodes.T) / 2
-        _, others = nearest(nodes, nodes, neighbours, exclude_self=True)
+        _, near_rows = nearest(nodes, nodes, neighbours, exclude_self=True)
         # each node, then its nearest others
-        near = np.concatenate([np.arange(len(nodes))[:, None], others], axis=1)
+        near = np.concatenate([np.arange(len(nodes))[:, None], near_rows], axis=1)
         # eq. 7
         weights = np.where(_expanded_neighbourhoods(near), np.exp(-distances.astype(np.float64)), 0)
         weights /= weights.sum(axis=1, keepdims=True)
@@ -109,12 +114,12 @@ class Refinement:
     @property
     def names(self) -> list[str]:
         """Return which refinements are on, as results name them."""
-        parts = {
+        settings = {
             "augmentation": self.augment,
             "query expansion": self.expand,
             "k-reciprocal": self.rerank,
         }
-        return [name for name, part in parts.items() if part is not None]
+        return [name for name, setting in settings.items() if setting is not None]
 
     def apply(
         self, queries: Descriptors, gallery: Descriptors, distractors: Descriptors | None = None
@@ -133,21 +138,22 @@ class Refinement:
         same = queries is gallery
         if self.augment is not None and distractors is not None:
             raise DistapError(
+                "evaluation.distractors_augmented",
                 "distractors given as descriptors are not augmented: leave database"
-                " augmentation out"
+                " augmentation out",
             )
         if self.augment is not None:
             gallery = expanded(gallery, gallery, self.neighbours, self.augment, same=True)
         if same:
             queries = gallery
-        every = gallery
+        searched = gallery
         head = None
         if distractors is not None:
-            every = DescriptorParts([("gallery", gallery), ("distractors", distractors)])
+            searched = DescriptorParts([("gallery", gallery), ("distractors", distractors)])
         if self.expand is not None:
-            queries = expanded(queries, every, self.neighbours, self.expand, same)
+            queries = expanded(queries, searched, self.neighbours, self.expand, same)
         if self.rerank is not None:
-            head = reranked_heads(queries, every, self.head, same, self.rerank)
+            head = reranked_heads(queries, searched, self.head, same, self.rerank)
         return queries, gallery, head
 
 

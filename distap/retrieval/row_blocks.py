@@ -37,28 +37,25 @@ HDF5_NAME = "features"
 def row_blocks(
     values: Descriptors, dtype: Any = np.float32, numbers: int | None = None
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in
-    `dtype`.
+    """Yield blocks of rows: their places, and copies in `dtype` of at most `numbers` numbers.
 
     Raises:
         DistapError: a number is not finite.
     """
     height = max((numbers or BLOCK_NUMBERS) // max(values.shape[1], 1), 1)
     for start in range(0, len(values), height):
-        some = slice(start, start + height)
-        yield (
-            some,
-            on_device(values[some], getattr(torch, np.dtype(dtype).name), first_row=start).numpy(),
-        )
+        places = slice(start, start + height)
+        copies = on_device(values[places], getattr(torch, np.dtype(dtype).name), first_row=start)
+        yield places, copies.numpy()
 
 
 def given_rows(
-    values: Any, what: str = "descriptor", dot_product: bool = False, single: bool = False
+    values: Any, name: str = "descriptor", dot_product: bool = False, single: bool = False
 ) -> Tensor | NDArray[Any]:
-    """Check descriptors from outside: a tensor or array (N, C) of any layout and device, or a list
-    of N vectors.
+    """Check descriptors that a caller gave: a tensor or array (N, C), or a list of N vectors.
 
     Args:
+        name: what messages call a row.
         dot_product: accept lengths other than 1.
         single: one vector (C,) stands for (1, C).
     Raises:
@@ -66,41 +63,43 @@ def given_rows(
     """
     if isinstance(values, Iterator | ValuesView):
         values = list(values)
-    values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{what}s").detach()
+    values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{name}s").detach()
     shape = tuple(values.shape)
     dtype = str(values.dtype).removeprefix("torch.")
     values = values[None] if single and len(shape) == 1 else values
     if values.ndim != 2 or dtype.lstrip("<>") not in FLOATS:
         expected = f"(N, C){' or (C,)' * single} of {', '.join(FLOATS[:4])}"
-        raise DistapError(f"{what}s are {shape} of {dtype}; expected {expected}")
+        raise DistapError(
+            "descriptors.wrong_shape", f"{name}s are {shape} of {dtype}; expected {expected}"
+        )
     height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
     for start in range(0, len(values), height):
-        require_length_one(values[start : start + height], start, what, dot_product)
+        require_length_one(values[start : start + height], start, name, dot_product)
     return values
 
 
 def require_length_one(
     values: Tensor | NDArray[Any],
     first_row: int = 0,
-    what: str = "descriptor",
+    name: str = "descriptor",
     dot_product: bool = False,
 ) -> None:
-    """Raise a DistapError that names the first row that is not finite or, without `dot_product`,
-    not of length 1.
+    """Raise a DistapError for the first row that is not finite or not of length 1.
+
+    Args:
+        first_row: number of the first row, for the message.
+        dot_product: accept any length.
     """
-    rows = on_device(values, torch.float32, values.device, first_row, what)  # an array's is "cpu"
+    rows = on_device(values, torch.float32, values.device, first_row, name)  # an array's is "cpu"
     lengths = torch.linalg.vector_norm(rows, dim=1)
     wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
     if len(wrong) and not dot_product:
-        length = (
-            f"{what} {first_row + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g},"
-            " expected 1"
+        raise DistapError(
+            "descriptors.wrong_length",
+            f"{name} {first_row + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g},"
+            " expected 1: normalise all (torch.nn.functional.normalize), or give dot_product=True"
+            " to rank by the dot product",
         )
-        remedy = (
-            "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the"
-            " dot product"
-        )
-        raise DistapError(f"{length}: {remedy}")
 
 
 def on_device(
@@ -108,11 +107,12 @@ def on_device(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     first_row: int = 0,
-    what: str = "descriptor",
+    name: str = "descriptor",
 ) -> Tensor:
     """Return some rows as a tensor on a device, those of an array as a copy.
 
-    A DistapError names the first row that is not finite, counted from `first_row`.
+    Raises:
+        DistapError: a row is not finite; the message calls it `name`, counted from `first_row`.
     """
     if isinstance(values, np.ndarray):
         # torch takes no array that is read-only, reversed or of the other byte order, so give it a
@@ -123,23 +123,27 @@ def on_device(
     if not bool(result.sum(dtype=torch.float64).isfinite()):
         row = first_row + int((~result.isfinite().all(1)).nonzero()[0])
         raise DistapError(
-            f"{what} {row} is not finite: the network is broken, or the file damaged; extract again"
+            "descriptors.not_finite",
+            f"{name} {row} is not finite: the network is broken, or the file damaged; extract"
+            " again",
         )
     return result
 
 
 def taken(values: Descriptors, rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
     """Return some rows of a tensor or an array, in this order."""
-    return (
-        values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
-    )
+    if isinstance(values, Tensor):
+        return values[rows.to(values.device)]
+    read: NDArray[Any] = values[rows.cpu().numpy()]
+    return read
 
 
 def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
     if queries.shape[1] != gallery.shape[1]:
         raise DistapError(
+            "descriptors.wrong_dimensions",
             f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}:"
-            " another network's?"
+            " another network's?",
         )
 
 
@@ -149,8 +153,11 @@ def installed_faiss() -> Any:
         import faiss
         import faiss.contrib.exhaustive_search
     except ImportError as error:
-        remedy = "pip install 'distap[cpu]', or 'distap[gpu]' for NVIDIA GPUs"
-        raise DistapError(f"the search for neighbours needs Faiss: {remedy} ({error})") from error
+        raise DistapError(
+            "package.missing",
+            "the search for neighbours needs Faiss: pip install 'distap[cpu]', or 'distap[gpu]' for"
+            f" NVIDIA GPUs ({error})",
+        ) from error
     faiss.omp_set_num_threads(torch.get_num_threads())  # ranks on one machine share its cores
     return faiss
 
@@ -158,51 +165,46 @@ def installed_faiss() -> Any:
 def nearest(
     queries: Descriptors, gallery: Descriptors, k: int, exclude_self: bool = False
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
-    """Return similarities and rows of each query's k nearest gallery descriptors by inner product,
-    best first.
+    """Return similarities and rows of each query's k nearest gallery descriptors, best first.
 
-    Among equal similarities, the lower row comes first. Numbers of any float type are compared in
-    float32. A build of Faiss for GPUs searches on all GPUs that it sees.
+    Nearest is by the inner product; among equal ones, the lower row comes first. Numbers of any
+    float type are compared in float32. A build of Faiss for GPUs searches on all GPUs that it sees.
 
     Args:
-        gallery: (N, C); a memory map is read once, in blocks. k: at most the size of the gallery; a
-            larger k is reduced. exclude_self: query i is row i of the gallery. Remove it by its
-            index, not by its similarity.
+        gallery: (N, C); a memory map is read once, in blocks.
+        k: at most the size of the gallery; a larger k is reduced.
+        exclude_self: query i is row i of the gallery. Remove it by its index, not by its
+            similarity.
     """
     require_same_dimensions(queries, gallery)
-    kept = max(min(k, len(gallery) - exclude_self), 0)
-    wanted = kept + exclude_self
-    if not kept or not len(queries):
-        return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
+    k = max(min(k, len(gallery) - exclude_self), 0)
+    wanted = k + exclude_self
+    if not k or not len(queries):
+        return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
     faiss = installed_faiss()
-    asked = on_device(queries[:], what="query").numpy()
+    asked = on_device(queries[:], name="query").numpy()
     blocks = (block for _, block in row_blocks(gallery))
     gpus = -1 if wanted <= GPU_RESULTS else 0  # -1: all
     search = faiss.contrib.exhaustive_search.knn_ground_truth
     similarities, rows = search(asked, blocks, wanted, faiss.METRIC_INNER_PRODUCT, ngpu=gpus)
     order = np.lexsort((rows, -similarities), axis=1)  # Faiss leaves the order of ties open
-    similarities, rows = (
-        np.take_along_axis(found, order, axis=1) for found in (similarities, rows)
-    )
-    return (
-        without_rows(similarities, rows, np.arange(len(queries)))
-        if exclude_self
-        else (similarities, rows)
-    )
+    similarities = np.take_along_axis(similarities, order, axis=1)
+    rows = np.take_along_axis(rows, order, axis=1)
+    if exclude_self:
+        return without_rows(similarities, rows, np.arange(len(queries)))
+    return similarities, rows
 
 
 def without_rows(
     similarities: Float32[np.ndarray, "Q K"],
     rows: Int64[np.ndarray, "Q K"],
-    own: Int64[np.ndarray, " Q"],
+    removed: Int64[np.ndarray, " Q"],
 ) -> tuple[Float32[np.ndarray, "Q K-1"], Int64[np.ndarray, "Q K-1"]]:
-    """Remove row own[q] from the results of query q, or the last result if that row is not among
-    them.
-    """
-    drop = rows == own[:, None]
-    drop[~drop.any(axis=1), -1] = True
+    """Remove row removed[q] from the results of query q, or the last result if it is not there."""
+    is_kept = rows != removed[:, None]
+    is_kept[is_kept.all(axis=1), -1] = False
     shape = (len(rows), rows.shape[1] - 1)
-    return similarities[~drop].reshape(shape), rows[~drop].reshape(shape)
+    return similarities[is_kept].reshape(shape), rows[is_kept].reshape(shape)
 
 
 class DescriptorParts:
@@ -231,18 +233,19 @@ class DescriptorParts:
         numbers, back = np.unique(chosen, return_inverse=True)  # HDF5 reads ascending rows alone
         of_parts = np.split(numbers, np.searchsorted(numbers, self._ends[:-1]))
         read = [np.empty((0, self.shape[1]), self.dtype)]
-        for (name, rows), end, numbered in zip(
+        for (name, rows), end, wanted in zip(
             self._parts, self._ends.tolist(), of_parts, strict=True
         ):
-            own = numbered - (end - len(rows))
-            if len(own):
-                is_whole = own[-1] - own[0] + 1 == len(own)
-                with reading(Path(name), "the extractor"):
-                    found = np.asarray(
-                        rows[int(own[0]) : int(own[-1]) + 1] if is_whole else rows[own]
-                    )
-                require_length_one(found, int(own[0]), f"{name}: descriptor", self._dot_product)
-                read.append(found)
+            if not len(wanted):
+                continue
+            places = wanted - (end - len(rows))
+            first = int(places[0])
+            last = int(places[-1])
+            is_run = last - first + 1 == len(places)
+            with reading(Path(name), "the extractor"):
+                values = np.asarray(rows[first : last + 1] if is_run else rows[places])
+            require_length_one(values, first, f"{name}: descriptor", self._dot_product)
+            read.append(values)
         return np.concatenate(read)[back].reshape(*chosen.shape, self.shape[1])
 
 
@@ -265,21 +268,15 @@ def open_parts(
     for name, rows in parts:
         if len(rows.shape) != 2 or rows.dtype.name not in FLOATS:
             raise DistapError(
-                f"{name}: {rows.dtype} of shape {rows.shape}; expected descriptors (N, C)"
+                "descriptors.wrong_shape",
+                f"{name}: {rows.dtype} of shape {rows.shape}; expected descriptors (N, C)",
             )
         if dimensions not in (None, rows.shape[1]):
             raise DistapError(
-                f"{name}: descriptors of {rows.shape[1]} dimensions, expected {dimensions}"
+                "descriptors.wrong_dimensions",
+                f"{name}: descriptors of {rows.shape[1]} dimensions, expected {dimensions}",
             )
     return DescriptorParts(parts, dot_product) if parts else None
-
-
-def _files(folder: Path) -> list[Path]:
-    return (
-        sorted(path for path in folder.iterdir() if path.suffix in PART_SUFFIXES)
-        if folder.is_dir()
-        else []
-    )
 
 
 def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str, Any]]:
@@ -287,14 +284,16 @@ def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str,
         stored = read_descriptors(path)
         if described_by not in (None, stored.described_by):
             raise DistapError(
-                f"{path}: described by {stored.described_by}, expected {described_by}"
+                "descriptors.other_network",
+                f"{path}: described by {stored.described_by}, expected {described_by}",
             )
         yield str(path), stored.descriptors
     elif path.is_dir():
-        files = _files(path)
+        files = sorted(file for file in path.iterdir() if file.suffix in PART_SUFFIXES)
         if not files:
             raise DistapError(
-                f"{path}: no descriptors in it; expected {', '.join(PART_SUFFIXES)} files"
+                "descriptors.missing",
+                f"{path}: no descriptors in it; expected {', '.join(PART_SUFFIXES)} files",
             )
         for file in files:
             yield from _opened(file, None)
@@ -303,25 +302,28 @@ def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str,
             open_regular(path).close()
             yield str(path), np.load(path, mmap_mode="r", allow_pickle=False)
     elif path.suffix in HDF5_SUFFIXES:
-        try:
-            import h5py
-        except ImportError as error:
-            raise DistapError(
-                f"{path}: needs h5py: pip install 'distap[hdf5]' ({error})"
-            ) from error
-        with reading(path, "the extractor of ILIAS"):
-            open_regular(path).close()
-            rows = h5py.File(path)[HDF5_NAME]
-            if not isinstance(rows, h5py.Dataset) or rows.shape is None:
-                raise ValueError(
-                    f"{HDF5_NAME} is a {type(rows).__name__} without numbers, expected an array"
-                    " (N, C)"
-                )
-            yield str(path), rows
+        yield str(path), _opened_hdf5(path)
     else:
-        expected = (
-            f"expected {', '.join(PART_SUFFIXES)}, or a folder of them or of `distap extract`"
-        )
+        problem = "no descriptors" if path.exists() else "no such file"
         raise DistapError(
-            f"{path}: {'no descriptors' if path.exists() else 'no such file'}; {expected}"
+            "descriptors.missing",
+            f"{path}: {problem}; expected {', '.join(PART_SUFFIXES)}, or a folder of them or of"
+            " `distap extract`",
         )
+
+
+def _opened_hdf5(path: Path) -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise DistapError(
+            "package.missing", f"{path}: needs h5py: pip install 'distap[hdf5]' ({error})"
+        ) from error
+    with reading(path, "the extractor of ILIAS"):
+        open_regular(path).close()
+        rows = h5py.File(path)[HDF5_NAME]
+        if not isinstance(rows, h5py.Dataset) or rows.shape is None:
+            raise ValueError(
+                f"{HDF5_NAME} is a {type(rows).__name__} without numbers, expected an array (N, C)"
+            )
+    return rows

@@ -39,7 +39,7 @@ class Truth:
     grades: Sequence[Sequence[int]] | None = None
     groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
     """Grades that count as positive, by the prefix of their figures' names; None stands for all."""
-    # domain of each query, or other part of the queries; none if there are no parts
+    # Domain of each query, or other part of the queries; empty if there are no parts.
     parts: Sequence[str] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
     # row of each query, which leaves itself out, or NONE; None: of no query
@@ -54,7 +54,9 @@ class Truth:
     def __post_init__(self) -> None:
         if "mean" in self.parts:
             raise DistapError(
-                "no part or domain of queries may be called mean, as the figures over all parts are"
+                "evaluation.part_named_mean",
+                "no part or domain of queries may be called mean, as the figures over all parts"
+                " are",
             )
 
     @cached_property
@@ -65,33 +67,35 @@ class Truth:
             return counts
         if self.is_symmetric and self.junk is None:  # each query is among those of its class
             return (counts - 1).clamp(min=0)
-        held = [row in found for row, found in zip(self.own.tolist(), self.positives, strict=True)]
+        held = [row in rows for row, rows in zip(self.own.tolist(), self.positives, strict=True)]
         return counts - torch.tensor(held, dtype=torch.int64, device=self.device)
 
     @cached_property
     def order(self) -> Int64[Tensor, " Q"]:
-        """Return the queries in an order in which those of one class, which share their positives,
-        are neighbours.
+        """Return the queries sorted by their first positive, so that those of a class are
+        neighbours.
         """
-        first = [found[0] if len(found) else NONE for found in self.positives]
+        first = [rows[0] if len(rows) else NONE for rows in self.positives]
         return torch.tensor(first, device=self.device).argsort(stable=True)
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
         chosen = rows.tolist()
-        found, grades, junk = (
-            None if lists is None else padded([lists[row] for row in chosen], self.device)
-            for lists in (self.positives, self.grades, self.junk)
-        )
-        assert found is not None
-        ignored = found[:, :0] if junk is None else junk
+        positives = padded([self.positives[row] for row in chosen], self.device)
+        grades = None
+        ignored = positives[:, :0]
+        if self.grades is not None:
+            grades = padded([self.grades[row] for row in chosen], self.device)
+        if self.junk is not None:
+            ignored = padded([self.junk[row] for row in chosen], self.device)
         if self.own is not None:
             own = self.own[rows, None]
-            found, ignored = found.masked_fill(found == own, NONE), torch.cat([ignored, own], dim=1)
+            positives = positives.masked_fill(positives == own, NONE)
+            ignored = torch.cat([ignored, own], dim=1)
         if self.levels is not None:
-            ours = self.levels[0][rows, None]
-            theirs = self.levels[1][found]
-            grades = ((ours == theirs) & (ours >= 0)).sum(2)
-        return Tables(found, grades, ignored)
+            query_labels = self.levels[0][rows, None]
+            is_same = query_labels == self.levels[1][positives]
+            grades = (is_same & (query_labels >= 0)).sum(2)
+        return Tables(positives, grades, ignored)
 
 
 def class_truth(
@@ -116,45 +120,47 @@ def class_truth(
     Raises:
         DistapError: no query has an image of its class in the gallery.
     """
-    asking, among = (
-        one.view(len(one), -1) for one in (queries, queries if gallery is None else gallery)
-    )
-    rows = rows_by_class(among[:, -1].cpu().numpy())
-    none = np.empty(0, np.int64)
-    junk = None
-    positives = [rows.get(label, none) if label >= 0 else none for label in asking[:, -1].tolist()]
-    if cameras is not None:
-        theirs = cameras[1].cpu().numpy()
-        ours = cameras[0].tolist()
-        is_junk = [
-            (theirs[own] == one) & (one >= 0) for own, one in zip(positives, ours, strict=True)
-        ]
-        junk = [own[some] for own, some in zip(positives, is_junk, strict=True)]
-        positives = [own[~some] for own, some in zip(positives, is_junk, strict=True)]
-    count = asking.shape[1]
-    of_levels = {
-        f"level {one}" if one else "": range(count - one, count + 1) for one in range(count)
-    }
-    is_graded = queries.ndim == 2
     is_of_itself = gallery is None
-    found = Truth(
-        len(among),
+    query_labels = queries.view(len(queries), -1)
+    labels = query_labels if gallery is None else gallery.view(len(gallery), -1)
+    rows = rows_by_class(labels[:, -1].cpu().numpy())
+    none = np.empty(0, np.int64)
+    positives = [
+        rows.get(label, none) if label >= 0 else none for label in query_labels[:, -1].tolist()
+    ]
+    junk = None
+    if cameras is not None:
+        gallery_cameras = cameras[1].cpu().numpy()
+        by_query = [*zip(positives, cameras[0].tolist(), strict=True)]
+        is_junk = [(gallery_cameras[right] == camera) & (camera >= 0) for right, camera in by_query]
+        junk = [right[same] for right, same in zip(positives, is_junk, strict=True)]
+        positives = [right[~same] for right, same in zip(positives, is_junk, strict=True)]
+    count = query_labels.shape[1]
+    groups: dict[str, Sequence[int] | None] = {"": None}
+    if count > 1:
+        # An image is right at a level if it has the query's label there, and so at all coarser
+        # ones: its grade is at least the number of these levels.
+        groups = {f"level {k}" if k else "": range(count - k, count + 1) for k in range(count)}
+    truth = Truth(
+        len(labels),
         positives,
         junk,
-        groups=of_levels if count > 1 else {"": None},
+        groups=groups,
         parts=parts,
         device=queries.device,
         own=torch.arange(len(queries), device=queries.device) if is_of_itself else None,
-        levels=(asking, among) if is_graded else None,
+        levels=(query_labels, labels) if queries.ndim == 2 else None,
         is_symmetric=is_of_itself,
     )
-    if not bool(found.counts.any()):
-        whose = "images has another" if is_of_itself else "queries has an image"
-        where = "" if is_of_itself else " in the gallery"
+    if not bool(truth.counts.any()):
+        pairs = "queries has an image of its class in the gallery"
         raise DistapError(
-            f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve"
+            "evaluation.no_positives",
+            f"none of the {len(queries)}"
+            f" {'images has another of its class' if is_of_itself else pairs}: there is nothing to"
+            " retrieve",
         )
-    return found
+    return truth
 
 
 def rows_by_class(classes: NDArray[Any]) -> dict[Any, NDArray[np.int64]]:
@@ -169,6 +175,6 @@ def padded(
 ) -> Int64[Tensor, "q most"]:
     """Turn one list per query into one table, padded with NONE to at least one column."""
     table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
-    for number, own in enumerate(rows):
-        table[number, : len(own)] = own
+    for number, listed in enumerate(rows):
+        table[number, : len(listed)] = listed
     return torch.from_numpy(table).to(device)

@@ -104,12 +104,13 @@ def learned_whitening(
     """
     if descriptors.described_by.whitening is not None:
         raise DistapError(
-            f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones"
+            "descriptors.whitened",
+            f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones",
         )
     values = descriptors.descriptors
     total = len(descriptors)
     if not total:
-        raise DistapError("whitening: there is no descriptor to learn from")
+        raise DistapError("descriptors.too_few", "whitening: there is no descriptor to learn from")
     sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
     mean = sum(sums, np.zeros(values.shape[1])) / total
     # A second pass, once the mean is known: E[x²] - E[x]² may subtract numbers that are nearly
@@ -130,25 +131,28 @@ def learned_whitening(
         shrinking = directions / np.sqrt(variances)[:, None]
         _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
         projection = rotation @ shrinking
-    found, among = projection.shape
-    if dimensions is not None and not 1 <= dimensions <= found:
+    varying, all_dimensions = projection.shape
+    if dimensions is not None and not 1 <= dimensions <= varying:
         raise DistapError(
-            f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)}"
-            f" descriptors of {descriptors.data}, which vary in {found} directions of {among}; ask"
-            " for fewer, or use more images"
+            "descriptors.too_few",
+            f"whitening: {dimensions} dimensions cannot be learned from the {total} descriptors of"
+            f" {descriptors.data}, which vary in {varying} directions of {all_dimensions}; ask for"
+            " fewer, or use more images",
         )
-    if dimensions is None and found < among:
-        told = (
+    if dimensions is None and varying < all_dimensions:
+        logger.warning(
             "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more;"
-            " use more images"
+            " use more images",
+            varying,
+            all_dimensions,
+            total,
+            descriptors.data,
         )
-        logger.warning(told, found, among, len(descriptors), descriptors.data)
     return Whitening(mean, projection[:dimensions], descriptors.data, descriptors.described_by)
 
 
 def _covariance_within(descriptors: DescriptorSet) -> Covariance:
-    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i -
-    x_j)ᵀ.
+    """Return the mean of (x_i - x_j)(x_i - x_j)ᵀ over images i, and over others j of i's class.
 
     Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean of
     the class.
@@ -159,34 +163,38 @@ def _covariance_within(descriptors: DescriptorSet) -> Covariance:
     matches = (count[classes] > 1) & (names != "")
     if not matches.any():
         raise DistapError(
-            f"{descriptors.data}: no class has two images to learn from; use --kind pca"
+            "descriptors.too_few",
+            f"{descriptors.data}: no class has two images to learn from; use --kind pca",
         )
     means = np.zeros((len(count), values.shape[1]))
     covariance = np.zeros((values.shape[1],) * 2)
-    for some, block in row_blocks(values, np.float64):
-        np.add.at(means, classes[some], block / count[classes[some], None])
-    for some, block in row_blocks(values, np.float64):
-        own = classes[some]
-        block -= means[own]
-        weight = np.where(matches[some], 2 * count[own] / np.maximum(count[own] - 1, 1), 0)
+    for places, block in row_blocks(values, np.float64):
+        labels = classes[places]
+        np.add.at(means, labels, block / count[labels, None])
+    for places, block in row_blocks(values, np.float64):
+        labels = classes[places]
+        block -= means[labels]
+        weight = np.where(matches[places], 2 * count[labels] / np.maximum(count[labels] - 1, 1), 0)
         covariance += (block * weight[:, None]).T @ block
     return covariance / matches.sum()
 
 
 def _principal_directions(
-    covariance: Covariance, what: str
+    covariance: Covariance, name: str
 ) -> tuple[Float64[np.ndarray, " D"], Float64[np.ndarray, "D C"]]:
-    """Return variances, greatest first, and unit directions, without those that are only rounding
-    noise.
+    """Return variances, greatest first, and unit directions, without those of rounding noise.
 
     The greatest component of each direction is positive, so that the result does not depend on the
     LAPACK version.
     """
     variances, columns = np.linalg.eigh(covariance)
-    kept = variances > max(NO_VARIANCE * variances[-1], np.finfo(np.float64).tiny)
-    if not kept.any():
-        raise DistapError(f"{what}: the descriptors do not vary, so no whitening can be learned")
-    directions = columns[:, kept].T[::-1]
+    varies = variances > max(NO_VARIANCE * variances[-1], np.finfo(np.float64).tiny)
+    if not varies.any():
+        raise DistapError(
+            "descriptors.too_few",
+            f"{name}: the descriptors do not vary, so no whitening can be learned",
+        )
+    directions = columns[:, varies].T[::-1]
     greatest = np.abs(directions).argmax(axis=1)
     signs = np.sign(directions[np.arange(len(directions)), greatest])
-    return variances[kept][::-1], directions * signs[:, None]
+    return variances[varies][::-1], directions * signs[:, None]

@@ -1,6 +1,7 @@
 """A batch of a caller's loop, and descriptors of a caller's network, for the three stages."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -76,46 +77,41 @@ class GivenBatch:
         self._is_blank[rows.cpu()] = True
 
 
+@dataclass
 class Outputs:
     """Descriptors in what a caller's network returns."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        world: World,
-        normalise: bool,
-        field: str | int | None,
-        pool: Pool | None,
-    ) -> None:
-        self._network = network
-        self._world = world
-        self._normalise = normalise
-        self._field = field
-        self._pool = pool
+    network: nn.Module
+    world: World
+    normalise: bool
+    field: str | int | None  # of the output
+    pool: Pool | None
+
+    def __post_init__(self) -> None:
         # As it is at the call: `backward`, in which the replay runs, may be outside the caller's
         # region.
-        kind = world.device.type
+        kind = self.world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     @property
     def default_drift(self) -> float:
         """Return the default limit of the difference between an image's two descriptors."""
         _, _, is_autocast = self._autocast
-        parameters = self._network.parameters()
+        parameters = self.network.parameters()
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         is_exact = not is_autocast and dtypes <= {torch.float32, torch.float64}
-        return default_drift(self._world.device, is_exact)
+        return default_drift(self.world.device, is_exact)
 
     def __call__(self, images: Any) -> Tensor:
         kind, dtype, is_enabled = self._autocast
         # Without a cache: one that was filled without a graph would lose the parameters' gradients.
         with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
-            output = self._network(images)
+            output = self.network(images)
         n = rows_of(images)
-        if self._field is not None:
-            output = _field_of(output, self._field, n)
-        if self._pool is not None and isinstance(output, Tensor) and output.ndim in (3, 4):
-            output = self._pool(output)
+        if self.field is not None:
+            output = _field_of(output, self.field, n)
+        if self.pool is not None and isinstance(output, Tensor) and output.ndim in (3, 4):
+            output = self.pool(output)
         if not (isinstance(output, Tensor) and output.ndim == 2 and len(output) == n):
             raise DistapError(
                 "network.no_descriptors",
@@ -131,7 +127,7 @@ class Outputs:
             )
         # Ranking compares similarities that differ by little, which 16 bits would tie.
         descriptors = output.to(torch.promote_types(output.dtype, torch.float32))
-        return normalize(descriptors) if self._normalise else descriptors
+        return normalize(descriptors) if self.normalise else descriptors
 
 
 def cut_along_rows(
@@ -236,13 +232,14 @@ def _field_of(output: Any, field: Any, n: int) -> Any:
 
 
 def _named(output: Any) -> str:
-    """Describe type and shape of a network's output."""
+    """Name type and shape of images, or of what a network returns."""
     if isinstance(output, Tensor):
         return f"a tensor {tuple(output.shape)}"
+    kind = f"a {type(output).__name__}"
     if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with {', '.join(map(str, output))}"
+        return f"{kind} with {', '.join(map(str, output))}"
     if isinstance(output, list | tuple) and len(output) > 3:
-        return f"a {type(output).__name__} of {len(output)} {type(output[0]).__name__}"
+        return f"{kind} of {len(output)} {type(output[0]).__name__}"
     if isinstance(output, list | tuple):
-        return f"a {type(output).__name__} of {', '.join(map(_named, output)) or 'nothing'}"
-    return f"a {type(output).__name__}"
+        return f"{kind} of {', '.join(map(_named, output)) or 'nothing'}"
+    return kind

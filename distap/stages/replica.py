@@ -200,14 +200,14 @@ def summed(
     sums = list(gradients)
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         numbers = [number for number, like in enumerate(parameters) if like.dtype == dtype]
-        own = [_or_zeros(gradients[number], parameters[number]) for number in numbers]
+        addends = [_or_zeros(gradients[number], parameters[number]) for number in numbers]
         is_there = [gradients[number] is not None for number in numbers]
-        counts = torch.tensor(is_there, dtype=dtype, device=own[0].device)
-        message = torch.cat([*(gradient.flatten() for gradient in own), counts])
-        lengths = [*map(torch.numel, own), len(numbers)]
+        counts = torch.tensor(is_there, dtype=dtype, device=addends[0].device)
+        message = torch.cat([*(gradient.flatten() for gradient in addends), counts])
+        lengths = [*map(torch.numel, addends), len(numbers)]
         *wholes, counts = world.sum(message).split(lengths)
         for number, gradient, whole, count in zip(
-            numbers, own, wholes, counts.tolist(), strict=True
+            numbers, addends, wholes, counts.tolist(), strict=True
         ):
             # Copied back, so that the gradient keeps the memory layout of its parameter.
             sums[number] = gradient.copy_(whole.view_as(gradient)) if count else None

@@ -254,8 +254,8 @@ class ThreeStages:
         if greatest > self.max_drift:
             self.replica.discard()
             raise drift_error(greatest, self.max_drift, batch.step + 1)
-        replayed, kept = self.world.sum(counts).tolist()
-        return greatest, replayed, kept
+        replayed, with_graph = self.world.sum(counts).tolist()
+        return greatest, replayed, with_graph
 
     def _replay_until_it_fits(
         self, batch: Batch, described: Described, gradient: Tensor

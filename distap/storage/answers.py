@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import ClientRequest, ClientResponse
 from yarl import URL
 
-from distap.storage.remotes import AnswerError
+from distap.errors import AnswerError
 
 MOST_BYTES = 2**26  # of an answer to a request that names no range: listings, metadata and errors
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses

@@ -245,6 +245,8 @@ def safe_name(name: str, where: str) -> str:
     """
     if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
         raise DistapError(
-            f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/00.tar"
+            "data.unsafe_name",
+            f"{where}: {name!r} is no name of a shard in the data set's folder,"
+            " such as part/00.tar",
         )
     return name

@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from distap.errors import FAILED, DistapError
+from distap.errors import FAILED, AnswerError, DistapError
 
 # Extra of distap that a scheme needs.
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
@@ -54,10 +54,6 @@ class UnreachableError(DistapError):
 
 class DamagedFileError(DistapError):
     """Raised if a store's bytes differ from the store's own checksum of them at every attempt."""
-
-
-class AnswerError(DistapError):
-    """Raised if a server's answer is not acceptable; another attempt would not help."""
 
 
 def file_system(scheme: str) -> Any:

@@ -1,3 +1,1 @@
-"""The parts of a run: build them from a recipe, save and restore their state, report their
-progress.
-"""
+"""Build the parts of a training, save and restore its state, and report its progress."""

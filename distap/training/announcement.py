@@ -13,8 +13,9 @@ from distap.world import DRIVER, without_gpu
 
 
 def announce(prepared: Prepared, step: int | None, device: torch.device, ranks: int) -> None:
-    """Log in a line each what trains from `step` on; None stands for the step of the newest
-    checkpoint.
+    """Log what trains from `step` on, in a line for each subject.
+
+    `step` is None for that of the newest checkpoint.
     """
     recipe = prepared.report.recipe
     length = prepared.length

@@ -12,12 +12,9 @@ from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
-from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
-from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.adapters import freeze
 from distap.model.backbone import RandomWeights, TimmBackbone
@@ -27,7 +24,6 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
-from distap.retrieval.whitening import load_whitening
 from distap.stages.exactness import default_drift, make_writable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_hooks, refuse_unusable
@@ -134,38 +130,6 @@ def with_given(recipe: NetworkRecipe, network: nn.Module | None, where: str) -> 
     return recipe.model_copy(update={"model": model})
 
 
-def describing_of(
-    recipe: NetworkRecipe,
-    network: RetrievalNetwork,
-    world: World,
-    sizing: str | None = None,
-    scales: Sequence[float] | None = None,
-    *,
-    whitening: str | Path | None = None,
-    shown: bool = False,
-) -> Describing:
-    """Return how evaluations describe images with an unsharded network.
-
-    Args:
-        sizing, scales: as in `distap.load`; None takes those of the recipe.
-        whitening: a file of `distap whiten`.
-        shown: show a progress bar.
-    """
-    data = recipe.data
-    evaluation = recipe.evaluation
-    describer = ImageDescriber(
-        network,
-        Sizing.parse(sizing or recipe.sizing),
-        scales or evaluation.scales,
-        whitening=None if whitening is None else load_whitening(Path(whitening)),
-        antialias=evaluation.antialias,
-        precision=evaluation.precision,
-        first=evaluation.dimensions,
-        batch_pixels=evaluation.batch_size * data.image_size**2,
-    )
-    return Describing(describer, world, data.workers, shown)
-
-
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     """Open the data sets that a training evaluates on, by name, data.validation first."""
     data = recipe.data
@@ -188,14 +152,6 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
         )
         for name, section in recipe.evaluation.also.items()
     }
-
-
-def describing_of_set(
-    recipe: Recipe, name: str, network: RetrievalNetwork, world: World
-) -> Describing:
-    """Return how an evaluation describes the images of the set `name` of `sets_of`."""
-    section = recipe.evaluation.also.get(name, recipe.evaluation)
-    return describing_of(recipe, network, world, section.sizing, section.scales)
 
 
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:

@@ -17,6 +17,7 @@ from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.errors import DistapError, tensor_given
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
@@ -24,9 +25,11 @@ from distap.model.network import digests_of
 from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
 from distap.registry import build_recorded
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
-from distap.training.build import describing_of, network_of, with_given
+from distap.training.build import network_of, with_given
 from distap.world import World, refuse_default_device
 
+# Tensors by file and name, and the record of the model.
+FilesAndRecord = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
 # Keys of a recipe's evaluation, which are fields of DescribedBy as well.
 DESCRIBED = ("sizing", "scales", "antialias", "dimensions")
@@ -169,7 +172,7 @@ class DescriptorNetwork(
                     "the base has changed since it was trained: export with --format safetensors",
                 )
 
-    def _all_tensors(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _all_tensors(self) -> FilesAndRecord:
         """Return all tensors by file, and the record of the model."""
         state = dict(self.describer.retrieval_network.state_dict())
         backbone = [name for name in state if name.startswith("backbone.")]
@@ -182,7 +185,7 @@ class DescriptorNetwork(
             "model": model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"})
         }
 
-    def _changes(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _changes(self) -> FilesAndRecord:
         """Return the changed tensors by file, and the name and the record of the base."""
         network = self.describer.retrieval_network
         begun = network.begun

@@ -30,9 +30,7 @@ Labels = NDArray[np.int64]  # (n,), or (n, L) from the finest level
 
 
 def dry_run(recipe: Recipe, ranks: int) -> None:
-    """Prepare a training by `ranks` ranks of this host, try its first batch, and print what it
-    would do.
-    """
+    """Prepare a training by `ranks` ranks of this host, try its first batch, and print its plan."""
     device_of(ranks - 1, recipe.device)  # there may be fewer GPUs
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
         prepared = prepare(recipe, world, planned_ranks=ranks)
@@ -51,11 +49,10 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
 
 
 def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, loss: Loss) -> None:
-    """Draw the first batch, read and augment a few of its images, and rank random descriptors of
-    them.
+    """Draw the first batch, augment a few of its images, and rank random descriptors of it.
 
-    Raises a DistapError that names the recipe's key if a part, such as a class of the user's own,
-    fails.
+    Raises:
+        DistapError: a part fails, such as a class of the user's own; it names the recipe's key.
     """
     planned = _planned_labels(recipe, images)
     images.job = replace(images.job, workers=0, chunk=TRIED_IMAGES)
@@ -116,9 +113,7 @@ def _rows_to_rank(labels: Labels) -> Labels | None:
 
 @contextmanager
 def blaming(key: str, part: Any) -> Iterator[None]:
-    """Turn an error of a part's own code into a DistapError that names the recipe's key and the
-    class.
-    """
+    """Turn an error of a part's own code into a DistapError that names its key and class."""
     try:
         yield
     except DistapError:

@@ -23,6 +23,7 @@ from distap.stages.step import ThreeStages
 from distap.training.optimizer import trained_parameters
 
 NAN = float("nan")
+Tensors = Mapping[str, Tensor]  # by name
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -139,7 +140,7 @@ class Learner:
                     state[name] = tensor.full_tensor().reshape(())
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Restore the learner from whole tensors of any engine's `state_dict`.
 
         The number of ranks may be another than when they were saved.
@@ -163,7 +164,7 @@ class Learner:
                 if name not in moved:  # torch has made a state, which it had not when saved
                     self._optimizer.state.pop(parameter, None)
 
-    def _load_average(self, state: Mapping[str, Tensor]) -> None:
+    def _load_average(self, state: Tensors) -> None:
         """Continue the average, or start one at the parameters if there was none."""
         averages = without_prefix("ema.", state) or without_prefix("network.", state)
         for name, mean in self._average.items():
@@ -177,20 +178,19 @@ class StepResult:
     loss: float
     learning_rate: float
     gradient_norm: float = NAN
+    # Greatest difference between the two descriptors of an image, over all ranks.
     replay_drift: float = NAN
-    """Greatest difference between the two descriptors of an image, over all ranks."""
+    # Images with a gradient: those that were described a second time, and those whose graph was
+    # kept instead.
     replayed: int = 0
-    """Number of images with a gradient that were described a second time."""
     kept: int = 0
-    """Number of images with a gradient whose graph was kept instead."""
-    skipped_queries: int = 0
-    """Number of images without another image of their class."""
+    skipped_queries: int = 0  # images without another image of their class
+    # Why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite.
     skipped: str | None = None
-    """Why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite."""
+    # Rows of this rank whose descriptor was not finite.
     not_finite: list[int] = field(default_factory=list)
-    """Rows of this rank whose descriptor was not finite."""
+    # Mean squared distance of the batch's descriptors to their mean; 0 if all are alike.
     spread: float = NAN
-    """Mean squared distance of the batch's descriptors to their mean; 0 if all are alike."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def set_rates(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group.get("factor", 1.0)
 
 
-def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_prefix(prefix: str, state: Tensors) -> dict[str, Tensor]:
     """Return entries whose name starts with `prefix`, named without it."""
     return {
         name.removeprefix(prefix): tensor
@@ -277,7 +277,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_like(present: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> dict[str, Any]:
+def all_like(present: Mapping[str, Any], loaded: Tensors) -> dict[str, Any]:
     """Return `like(present, tensor)` for all loaded tensors, by name."""
     return {name: like(present.get(name), tensor) for name, tensor in loaded.items()}
 

@@ -7,12 +7,13 @@ from functools import partial
 from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
+from distap.evaluation.describing import describing_of_set
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
-from distap.training.build import describing_of_set, images_of, learner_of, loss_of, step_of
+from distap.training.build import images_of, learner_of, loss_of, step_of
 from distap.training.learner import TrainingStep
 from distap.training.projection import described_once, whiten_projection, why_inputs_vary
 from distap.training.run_report import RunReport
@@ -44,8 +45,9 @@ def prepare(
     endpoint: Endpoint | None = None,
     planned_ranks: int | None = None,
 ) -> Prepared:
-    """Check a recipe, its data and its network, and build all parts of the training; every rank
-    calls this.
+    """Check a recipe, its data and its network, and build all parts of the training.
+
+    Every rank calls this, since the ranks agree on what they see.
 
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is

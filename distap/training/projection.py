@@ -1,8 +1,8 @@
-"""Begin a projection: as a whitening of training images (Revaud et al. 2019: PCA), or on images
-that are described once.
+"""Whiten a projection before it trains, or describe its images once for all steps.
 
-Where a projection alone trains, on images that no step varies, their descriptors before it are the
-same in each step, so the images are described once and the training reads the descriptors.
+A projection begins as the PCA whitening of training images (Revaud et al. 2019). Where it alone
+trains, on images that no step varies, its inputs are the same in each step: the images are
+described once, and the training reads the descriptors.
 """
 
 from copy import copy
@@ -20,13 +20,14 @@ from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import ShareOfBatch, TrainingImages
 from distap.data.sampling import MinedSampling
 from distap.errors import DistapError, logger
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Extraction
 from distap.model.network import GivenNetwork, RetrievalNetwork, UnitLinear
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
 from distap.stopwatch import Stopwatch
-from distap.training.build import describing_of, network_of
+from distap.training.build import network_of
 from distap.training.engines import DDPSettings
 from distap.world import World
 
@@ -86,12 +87,11 @@ def whiten_projection(
     world: World,
     only_check: bool = False,
 ) -> None:
-    """Set the projection to the PCA whitening of its inputs over the first steps' images, on every
-    rank.
+    """Set the projection to the PCA whitening of its inputs, for the images of the first steps.
 
-    The images, augmented as in those steps, at data.image_size, are a function of data set and
-    seed. Do nothing unless the recipe asks for it, or if its weights are those of a whole network,
-    to which no head is added here. `only_check` describes no image.
+    It becomes the same on every rank. The images, augmented as in those steps, at data.image_size,
+    are a function of data set and seed. Do nothing unless the recipe asks for it, or if its weights
+    are those of a whole network, to which no head is added here. `only_check` describes no image.
 
     Raises:
         DistapError: the images, or what pooling gives, are too few for so many dimensions.

@@ -25,6 +25,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.terminal import origin, progress
 from distap.training.learner import StepResult
+from distap.training.run_state import Figures
 from distap.training.schedule import Length
 from distap.world import World
 
@@ -35,8 +36,9 @@ NAMED_IMAGES = 10  # images of a step that are named if their descriptors are no
 
 
 class RunReport:
-    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's
-    files.
+    """Report one rank's training; rank 0 writes the files of the run's folder.
+
+    `batch` is the number of images of a global batch.
     """
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
@@ -178,8 +180,9 @@ class RunReport:
         self.metrics.read_bytes.inc(share.traffic["read_bytes"])
         self.metrics.read_retries.inc(share.traffic["retries"])
 
-    def checkpoint(self, written: Written | None) -> None:
-        if written is None or self.world.rank != 0:
+    def checkpoint(self, written: Written) -> None:
+        """Report a checkpoint that was written, or could not be."""
+        if self.world.rank != 0:
             return
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
@@ -206,7 +209,7 @@ class RunReport:
         self,
         step: int,
         evaluated: dict[str, Evaluation],
-        figures: dict[str, dict[str, float]],
+        figures: Figures,
         seconds: float,
     ) -> None:
         """Report an evaluation after a step, by data set, the validation set first.

@@ -127,9 +127,10 @@ class RunState:
         return checkpoint.step
 
     def save(self, step: int, figures: Figures | None = None) -> None:
-        """Start to write a checkpoint, with figures of its evaluation, once the one before is
-        written.
+        """Start to write a checkpoint, once the one before is written.
 
+        Args:
+            figures: of the evaluation after this step, if there was one.
         Raises:
             DistapError: on all ranks, if the state is not finite, for no training could go on from
                 it.

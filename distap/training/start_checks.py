@@ -63,7 +63,7 @@ def _refuse_seen_classes(
     recipe: Recipe, images: TrainingImages, validation: EvaluationSet, warns: bool
 ) -> None:
     """Raise a DistapError if the validation set shares a class with the training images."""
-    for opened in validation.image_sets:
+    for opened in validation.images.sets:
         if images.index is None:
             if warns:
                 logger.warning(
@@ -85,8 +85,11 @@ def _refuse_seen_classes(
 def checked_network(
     recipe: Recipe, world: World, images: TrainingImages | None = None, weights: Any = None
 ) -> RetrievalNetwork:
-    """Build the network (see `network_of`); raise a DistapError if it rejects images of the
-    recipe's size, or did not describe the training's descriptors.
+    """Build the network (see `network_of`) and check that it takes the recipe's images.
+
+    Raises:
+        DistapError: it rejects images of this size, or did not describe the descriptors to train
+            on.
     """
     network = network_of(recipe, world, weights)
     described = images.described if isinstance(images, DescribedTraining) else None

@@ -1,5 +1,6 @@
 """ZeRO's learner: DeepSpeed updates the parameters and holds the optimiser's state."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,12 @@ from torch.optim import Optimizer
 
 from distap.errors import DistapError
 from distap.stages.deepspeed import ZeroReplica
-from distap.training.learner import Learner, all_like, set_rates, without_prefix
+from distap.training.learner import Learner, Tensors, all_like, set_rates, without_prefix
 
 # Optimisers whose steps depend on the norm or the shape of a whole tensor, while ZeRO gives them
 # flat slices of many tensors.
 WHOLE_TENSORS = ("Lamb", "Lars", "Adafactor")
 PREFIX = "optimizer.state."
-Named = Mapping[str, Tensor]
 
 
 class ZeroLearner(Learner):
@@ -50,7 +50,7 @@ class ZeroLearner(Learner):
             for name, tensor in state.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         with self.world.collective("distribution of the parameters"):
             load_zero_state(self.replica.zero, self.network, self.replica.trained, state)
         self._load_average(state)
@@ -61,7 +61,7 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
     for name, parameter in network.named_parameters():
         if parameter.dtype != torch.float32:
             raise DistapError(
-                "engine.needs_float32",
+                "engine.wrong_precision",
                 f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters",
             )
     if type(optimizer).__name__ in WHOLE_TENSORS:
@@ -73,7 +73,7 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
+def zero_state(zero: Any, trained: Tensors) -> dict[str, Tensor]:
     """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters.
 
     Call it on all ranks together.
@@ -96,7 +96,7 @@ def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
     }
 
 
-def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named) -> None:
+def load_zero_state(zero: Any, network: nn.Module, trained: Tensors, state: Tensors) -> None:
     """Load whole tensors of any engine's `state_dict`; call it on all ranks together.
 
     If they hold no state of the optimiser, it stays as it is.
@@ -112,11 +112,11 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
 
-    moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor
+    moments = defaultdict[str, dict[str, Tensor]](dict)  # key -> name of a parameter -> tensor
     for path, tensor in without_prefix(PREFIX, state).items():
         name, _, key = path.rpartition(".")
         if name in trained:
-            moments.setdefault(key, {})[name] = tensor
+            moments[key][name] = tensor
     if moments:
         if shared:  # stage 3
             slices = zero.fp32_partitioned_groups_flat
@@ -126,7 +126,7 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
 
 
 def _load_moments(
-    zero: Any, trained: Named, moments: Mapping[str, Named], slices: Sequence[Tensor]
+    zero: Any, trained: Tensors, moments: Mapping[str, Tensors], slices: Sequence[Tensor]
 ) -> None:
     """Load the optimiser's state: whole tensors by key and parameter.
 

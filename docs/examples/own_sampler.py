@@ -37,7 +37,10 @@ class LongTail:
 
     def check(self, data):
         if np.sum(data.sizes >= self.images) < self.classes:
-            raise DistapError(f"fewer than {self.classes} classes have {self.images} images")
+            raise DistapError(
+                "sampling.too_few_classes",
+                f"fewer than {self.classes} classes have {self.images} images",
+            )
 
     def batch(self, data, seed, step):
         random = np.random.default_rng([seed, step])

@@ -109,7 +109,7 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(
     save(store, tmp_path, 1, 2)
 
     def unreachable(storage, name, path):
-        raise UnreachableError(f"{storage.where(name)}: the network is down")
+        raise UnreachableError("storage.unreachable", f"{storage.where(name)}: the network is down")
 
     monkeypatch.setattr(Storage, "download", unreachable)
     with pytest.raises(UnreachableError, match=r"step-00000002.*the network is down"):

@@ -237,7 +237,8 @@ def test_a_standard_output_that_is_full_is_an_error_in_one_line(arguments):
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2
     assert re.fullmatch(
-        r"error: .*output: cannot be written: No space left on device\n", ended.stderr
+        r"error: .*output: cannot be written: No space left on device \[\w+\.\w+\]\n",
+        ended.stderr,
     )
 
 
@@ -277,4 +278,7 @@ def test_memory_that_ends_is_an_error_in_one_line(monkeypatch, capfd):
     with pytest.raises(SystemExit) as status:
         run(application, "distap")
     assert status.value.code == FAILED
-    assert re.fullmatch(r"error: memory ran out: .*DefaultCPUAllocator.*\n", capfd.readouterr().err)
+    printed = capfd.readouterr().err
+    assert re.fullmatch(
+        r"error: memory ran out: .*DefaultCPUAllocator.* \[memory.ran_out\]\n", printed
+    )

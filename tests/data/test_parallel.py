@@ -17,7 +17,7 @@ def square(number):
 
 def refuse(number):
     if number == 3:
-        raise DistapError("job 3: no")
+        raise DistapError("data.job", "job 3: no")
     return number
 
 

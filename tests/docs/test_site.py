@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT
 
 import distap
+from docs.error_codes import made_errors
 from docs.recipe_keys import recipe_keys
 
 pytestmark = pytest.mark.slow
@@ -40,3 +41,9 @@ def test_the_reference_has_every_public_name_and_every_key(site):
         if f"{name}</" not in python and f">{name}<" not in python
     ] == []
     assert [key.path for key in recipe_keys() if f"<code>{key.path}</code>" not in recipe] == []
+
+
+def test_the_reference_has_every_error_code(site):
+    page = site.joinpath("reference", "errors.html").read_text()
+    codes = {error.code for error in made_errors()}
+    assert [code for code in codes if f"<code>{code}</code>" not in page] == []

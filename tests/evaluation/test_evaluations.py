@@ -22,6 +22,7 @@ from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
+from distap.evaluation.describing import describing_of
 from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Extraction
@@ -33,7 +34,7 @@ from distap.randomness import permutation
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.refinement import Refinement
 from distap.telemetry.runlog import read_run_log
-from distap.training.build import describing_of, network_of
+from distap.training.build import network_of
 from distap.world import World
 
 

@@ -48,7 +48,7 @@ def finish(world: World, folder: Path, attempt: int) -> int:
 
 def mistake(world: World, folder: Path, attempt: int) -> int:
     if world.rank == 1:
-        raise DistapError("no such data")
+        raise DistapError("data.missing", "no such data")
     return go_on(world, folder, attempt)
 
 

@@ -11,7 +11,10 @@ from distap.apps.serve.app import build_app
 from distap.apps.serve.guard import ServingMetrics
 from distap.apps.serve.limits import ServeSettings
 
-RUNBOOKS = {name: (MONITORING / name).read_text() for name in ("RUNBOOK.md", "RUNBOOK-SERVERS.md")}
+RUNBOOKS = {
+    name: (MONITORING / name).read_text()
+    for name in ("RUNBOOK.md", "runbook-slow.md", "runbook-servers.md")
+}
 
 
 def test_every_alert_links_to_its_entry_in_the_runbook_and_no_entry_is_without_an_alert():

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -269,11 +270,17 @@ def test_without_the_data_set_a_note_stands_for_the_pictures(run, changes, messa
 
 def test_a_damaged_image_leaves_its_place_in_the_sheet(tmp_path, evaluated, run):
     shards = shutil.copytree(evaluated / "shards", tmp_path / "shards")
-    damage(shards, [0])
+    evaluations = read_run(run).evaluations()
+    hits = {name: evaluation.retrieved() for name, evaluation in evaluations.items()}
+    (query, _), *_ = sheets_of(hits, lambda _: None)["Hardest queries"][1]
+    damage(shards, np.flatnonzero(load_index(shards).key == query.key))
     change_evaluations(run, data=str(shards))
     text = text_of(run)
-    assert re.search('aria-label="query: [^"]*, not readable"', text) or "wrong: " in text
-    assert ">not readable</div>" in text
+    labels = re.findall('class="lost" role="img" aria-label="([^"]*)"', text)
+    roles, names = zip(*(unescape(label).split(": ", 1) for label in labels), strict=True)
+    assert "query" in roles
+    assert set(names) == {f"{query.label}, {query.key}, not readable"}
+    assert text.count(">not readable</div>") == len(labels)
     assert "data:image/webp" in text
 
 

@@ -23,7 +23,9 @@ from distap.storage.remotes import UnreachableError
 
 def test_a_store_for_checkpoints_that_fails_is_no_lost_rank():
     assert is_of_the_network(RuntimeError("Connection reset by peer"))
-    assert not is_of_the_network(UnreachableError("Connection reset by peer"))
+    assert not is_of_the_network(
+        UnreachableError("storage.unreachable", "Connection reset by peer")
+    )
 
 
 class Held(set):
@@ -160,7 +162,10 @@ def test_no_rank_reads_the_heartbeats_of_others_while_all_go_on():
 
 
 def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
-    for error, status in ((DistapError("no such data"), MISTAKE), (KeyError("a fault"), FAILED)):
+    for error, status in (
+        (DistapError("data.missing", "no such data"), MISTAKE),
+        (KeyError("a fault"), FAILED),
+    ):
         store = CountingStore()
         watchdog(store, 1, 2).stop(error)
         message = json.loads(store.get("beat/1"))

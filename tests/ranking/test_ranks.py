@@ -140,7 +140,7 @@ def test_rows_that_take_no_part_have_no_gradient(ranked):
 
 
 def too_hard(descriptors, labels):
-    raise DistapError("too hard")
+    raise DistapError("loss.too_hard", "too hard")
 
 
 def refusal(world, loss, labels, taking_part):

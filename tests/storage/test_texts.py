@@ -107,7 +107,7 @@ def test_messages_keep_their_lines_and_lose_what_commands_a_terminal():
     ],
 )
 def test_an_error_names_a_place_without_its_secret(place):
-    message = str(DistapError(f"cannot read '{place}': no such file"))
+    message = str(DistapError("storage.missing", f"cannot read '{place}': no such file"))
     assert "WORD" not in message
     assert message.startswith("cannot read '")
     assert message.endswith("no such file")
@@ -123,7 +123,7 @@ def test_a_place_without_a_secret_is_told_as_it_is(place):
 
 
 def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
-    message = str(DistapError(f"x.json: wrong: {'a' * 10**7}; write it again"))
+    message = str(DistapError("data.damaged", f"x.json: wrong: {'a' * 10**7}; write it again"))
     assert len(message) < 10_000
     assert message.startswith("x.json: wrong: a")
     assert message.endswith("a; write it again")
@@ -132,9 +132,10 @@ def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
 def test_an_error_names_each_of_many_files():
     message = str(
         DistapError(
+            "data.damaged",
             "\n".join(
                 ["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]
-            )
+            ),
         )
     )
     assert message.count(".tar: cut short") == 1000

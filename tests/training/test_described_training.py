@@ -15,12 +15,13 @@ from torch.nn.functional import normalize
 import distap as library
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.ranking.losses.building import build_loss
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
-from distap.training.build import describing_of, trained_network
+from distap.training.build import trained_network
 from distap.training.prepared import prepare
 from distap.world import World
 
@@ -255,7 +256,7 @@ def test_a_frozen_backbone_describes_images_that_no_step_varies_once(training_sh
             **STILL,
         )
     described = read_descriptors(once / "described")
-    assert len(described) == len(open_set(str(training_shards[0])).image_sets[0])
+    assert len(described) == len(open_set(str(training_shards[0])).images.sets[0])
     # The same pixels, but for all that the trainer knows each step may flip them.
     train(
         World(),

@@ -15,10 +15,11 @@ from distap.data.plan import Classes, Plan
 from distap.data.sampling import MinedSampling, PByKSampling
 from distap.data.shards.index import load_index
 from distap.errors import RESTART, DistapError
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
-from distap.training.build import describing_of, network_of
+from distap.training.build import network_of
 from distap.training.prepared import prepare
 from distap.world import World
 

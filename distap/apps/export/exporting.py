@@ -25,10 +25,11 @@ import distap
 from distap.apps.export.card import model_card
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError, first_cause, memory_ran_out
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import MultiScaleNetwork
 from distap.storage.atomic import new_folder, require_free
-from distap.training.build import describing_of, trained_network
+from distap.training.build import trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World
 

@@ -92,9 +92,7 @@ def _ijb_c(source: Path, file: Path) -> Images:
 
 
 def _same_subject(file: Path) -> Truth:
-    """Return the truth of IJB-C: every instance is a query, whose positives are the others of its
-    subject.
-    """
+    """Return the truth of IJB-C: each instance is a query for the others of its subject."""
     faces_of = defaultdict[str, list[str]](list)
     instances_of = defaultdict[str, dict[str, None]](dict)
     for face in _faces(file):

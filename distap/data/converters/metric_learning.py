@@ -1,6 +1,4 @@
-"""Converters of metric learning: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID,
-In-shop and DyML.
-"""
+"""Converters of metric learning: SOP, CUB, Cars, iNaturalist, VehicleID, In-shop and DyML."""
 
 from functools import partial
 from pathlib import Path

@@ -46,21 +46,20 @@ def _listed(source: Path, file: Path) -> Images:
 
 
 def _ilias(file: Path) -> Truth:
-    graded = defaultdict[str, list[tuple[str, int]]](list)
+    graded = defaultdict[str, tuple[list[str], list[int]]](lambda: ([], []))
     for line in read_lines(file.with_name("positive_ids.txt"), ","):
         try:
             scale = float(line[1])
             clutter = int(line[2])
         except (IndexError, ValueError) as error:
             raise line.wrong("expected the path of an image, its scale and its clutter") from error
+        names, grades = graded[line[0].split("/")[0]]
+        names.append(line[0])
         # A grade for each pair of groups: 1 to 4 for the smallest scale, and so on.
-        grade = 1 + 4 * bisect_right(SCALES, scale) + bisect_right(CLUTTERS, clutter)
-        graded[line[0].split("/")[0]].append((line[0], grade))
+        grades.append(1 + 4 * bisect_right(SCALES, scale) + bisect_right(CLUTTERS, clutter))
     queries = []
     for line in read_lines(file, ","):
-        positives = graded[line[0].split("/")[0]]
-        names = [name for name, _ in positives]
-        grades = [grade for _, grade in positives]
+        names, grades = graded[line[0].split("/")[0]]
         queries.append({"name": line[0], "positives": names, "grades": grades})
     groups = {"": list(range(1, 17))}
     groups |= {f"scale {n + 1}": list(range(1 + 4 * n, 5 + 4 * n)) for n in range(4)}

@@ -1,5 +1,4 @@
-"""Revisited Oxford and Paris, their million distractors, and retrieval-SfM-120k, all by Radenović
-et al.
+"""Converters of Radenović et al.: revisited Oxford and Paris, distractors, and SfM-120k.
 
 A query or gallery image is a class of its own, called by its name, because the ground truth names
 easy, hard and junk images one by one. Distractors are one class that no ground truth names.
@@ -183,8 +182,10 @@ class _Array(list[Any]):
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Stand-in for _codecs.encode, with which protocol 2 writes bytes; other codecs would run
-    code."""
+    """Stand-in for _codecs.encode, with which protocol 2 writes bytes.
+
+    Other codecs would run code.
+    """
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in {encoding!r:.60}")
     return str(text).encode("latin1")

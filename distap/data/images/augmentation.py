@@ -67,11 +67,13 @@ class TorchvisionSteps:
             _step(step, 224)
 
     def transform(self, image_size: int) -> "CropAndVary":
-        """Build the transforms; raise a DistapError unless they give images of image_size x
-        image_size pixels.
+        """Build the transforms to images of image_size x image_size pixels.
 
         The pixels are torchvision's own, bit for bit; but a first step that is a bilinear Resize or
         RandomResizedCrop to half the size or less decodes JPEG at reduced scale.
+
+        Raises:
+            DistapError: the steps give images of another size or type.
         """
         from torchvision.transforms import InterpolationMode, v2
 

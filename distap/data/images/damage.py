@@ -16,5 +16,4 @@ class DamagedImageError(Exception):
 
 
 class NoReaderError(DamagedImageError):
-    """Raised for an image format whose reader is not installed; the message says how to install
-    it."""
+    """Raised for an image format without a reader; the message names the package to install."""

@@ -1,5 +1,4 @@
-"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of
-damage.
+"""Decode images, JPEG at reduced scale if a crop allows it, and distinguish kinds of damage.
 
 Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is
 ignored), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive
@@ -175,8 +174,14 @@ class EncodedImage:
         """
         factor = reduction(box, shape)
         across, down, transposed = self._turns
-        scale = factor if self._is_jpeg else 1  # of what is decoded
+        # Only JPEG is decoded at reduced scale; the blocks of others are cut out of full pixels.
+        scale = factor if self._is_jpeg else 1
         pixels = self._stored(factor)
+        # At 1/f, each decoded pixel stands for a block of f x f pixels of the file:
+        #
+        #     f = 4    | 0 1 2 3 | 4 5 6 7 | 8 9          the third block is not whole, and dropped
+        #     box          2 ... 7                        becomes 0 ... 8, that is pixels 0 and 1
+        #
         # Blocks that are not whole lie at the end of the stored image, which may be the upright
         # one's beginning.
         rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])
@@ -313,8 +318,9 @@ def _damage_raised(data: bytes, work: str = "") -> Iterator[None]:
 
 
 def seems_cut(data: bytes) -> bool:
-    """Return whether an image lacks its end marker near the end of the file (as with a film
-    appended).
+    """Return whether an image has no end marker near the end of the file.
+
+    A film that is appended to an image looks the same.
     """
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")

@@ -31,8 +31,10 @@ from distap.storage.remotes import MissingFileError, UnreachableError
 
 
 class ImageSet:
-    """N images with an index, each read by its place in a shard; safe to copy into loader
-    workers."""
+    """N images with an index, each read by its place in a shard.
+
+    It is safe to copy into loader workers.
+    """
 
     def __init__(self, source: DataSet, index: Index) -> None:
         self.source = parse_source(source)
@@ -49,11 +51,9 @@ class ImageSet:
         names = self.index.names
         if len(np.unique(names)) == len(names):
             return names
-        # each shard of other makers may count from 0
-        shards = self.index.shard_name[self.index.shard].tolist()
-        return np.array(
-            [f"{shard}:{key}" for shard, key in zip(shards, self.index.key.tolist(), strict=True)]
-        )
+        # Each shard of other makers may count from 0.
+        shards = self.index.shard_name[self.index.shard]
+        return np.char.add(np.char.add(shards, ":"), self.index.key)
 
     @cached_property
     def classes(self) -> Texts:
@@ -168,8 +168,10 @@ def same_bytes(index: Index) -> Numbers:
 
 
 def _check_shard(images: ImageSet, job: tuple[int, Numbers]) -> list[Skipped]:
-    """Decode the images of a shard, given by their numbers, and compare its bytes with the
-    index."""
+    """Decode the images of a shard, and compare its bytes with the index.
+
+    `job` is the number of the shard and those of its images.
+    """
     shard, samples = job
     storage = images.storage
     assert isinstance(storage, Storage)

@@ -65,9 +65,9 @@ class StreamedSource:
 
 
 class StreamedImages(TrainingImages):
-    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo
-    all.
+    """Images of this rank's streams.
 
+    Stream k of rank r of W reads shards number r + W k, modulo all.
     Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of
     n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
     """
@@ -189,26 +189,26 @@ def _chunk(streams: list[Stream], chunks: list[range], number: int) -> Chunk:
     """Read chunk `number` of a rank's images; `chunks` are the slots of each in a batch."""
     stream = streams[number % len(streams)]
     step, place = divmod(number, len(chunks))
-    pixels = list[NDArray[np.uint8]]()
-    samples = list[int]()
-    labels = list[int]()
-    names = list[str]()
+    rows = list[tuple[NDArray[np.uint8], int, int, str]]()
     failures = list[Skipped]()
     for slot in chunks[place]:
         for name, key, members in stream.candidates(step):
             try:
                 label, image, _ = labelled_image(key, members)
                 encoded = EncodedImage(image.data, name=name)
-                pixels.append(stream.job.augmented(encoded, step, slot).numpy())
+                pixels = stream.job.augmented(encoded, step, slot).numpy()
             except DamagedImageError as error:
                 failures.append(failure(name, error))
             else:
-                # A number of 63 bits, the same on every machine.
-                hashed = hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8)
-                samples.append(int.from_bytes(hashed.digest()) >> 1)
-                labels.append(label)
-                names.append(name)
+                rows.append((pixels, _number(name), label, name))
                 break
+    images, samples, labels, names = map(list, zip(*rows, strict=True))
     traffic = stream.storage.meter.copy()
     stream.storage.meter.clear()
-    return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
+    return Chunk(np.stack(images), samples, np.array(labels), names, failures, traffic)
+
+
+def _number(name: str) -> int:
+    """Return a number of 63 bits that stands for an image, the same on every machine."""
+    digest = hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8)
+    return int.from_bytes(digest.digest()) >> 1

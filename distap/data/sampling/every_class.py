@@ -26,12 +26,12 @@ class ClassesSampling(RandomSampling):
     """
 
     def check(self, data: Classes) -> None:
-        least = 2 * data.count
-        if self.batch_size < least:
+        needed = 2 * data.count
+        if self.batch_size < needed:
             raise DistapError(
-                "sampling.batch_too_small",
+                "sampling.too_small",
                 f"sampling.batch_size is {self.batch_size}, but `classes` takes two of each of"
-                f" {data.count} classes: set it to {least} or more, or choose p_by_k",
+                f" {data.count} classes: set it to {needed} or more, or choose p_by_k",
             )
         super().check(data)
 

@@ -27,8 +27,9 @@ class MinedSampling(SomeOfEach):
     """Number of steps after which the training describes its images again."""
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) sample numbers, class by class; those of p_by_k before any images are
-        described.
+        """Return (B,) sample numbers, class by class.
+
+        They are those of p_by_k until the images are described.
         """
         usable = data.with_pairs
         nearest = np.arange(data.count)[:, None] if data.nearest is None else data.nearest

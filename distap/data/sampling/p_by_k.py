@@ -59,7 +59,6 @@ class PByKSampling(SomeOfEach):
 
 @lru_cache(maxsize=2)
 def _of_level(data: Classes, level: int) -> Classes:
-    """Return the classes with two or more samples as samples of their classes of a coarser
-    level."""
+    """Return the classes with two or more samples as the samples of their coarser classes."""
     numbers = data.numbers[data.with_pairs, level]
     return Classes(np.unique(numbers, return_inverse=True)[1].reshape(-1))

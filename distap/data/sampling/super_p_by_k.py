@@ -69,6 +69,8 @@ class SuperPByKSampling(SomeOfEach):
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class, one super-category after the other."""
         groups, pairs = _super_categories(data, self.images, self.size)
+        # An epoch goes through all pairs in an order of its own; this step has the pair at place
+        # `turn`, and only the places up to it are drawn.
         epoch, turn = divmod(step, len(pairs))
         order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
         before = pairs[order[:-1]]

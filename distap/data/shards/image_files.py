@@ -25,6 +25,7 @@ from distap.storage.names import as_on_disk, composed
 from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
+# Threads that look at files, and how many files each takes at once.
 STAT_THREADS = 32
 STAT_CHUNK = 256
 
@@ -35,7 +36,7 @@ class ImageFile(NamedTuple):
     levels: Levels = ()
     # part to pack, upright, in pixels; what lies outside the image is cut off
     box: Box | None = None
-    part: str = ""  # folder of shards to pack it into, if its list says so
+    split: str = ""  # folder of shards to pack it into, if its list says so
 
 
 def look_at(path: Path) -> os.stat_result | Skipped:
@@ -88,18 +89,19 @@ class Listing(NamedTuple):
 
         The files left out stay with the first part.
         """
-        parts = defaultdict[str, list[ImageFile]](list)
+        by_name = defaultdict[str, list[ImageFile]](list)
         for image in self.images:
-            parts[image.part].append(image)
-        first = min(parts, default="")
+            by_name[image.split].append(image)
+        first = min(by_name, default="")
         return {
-            name: Listing(parts[name], self.left_out if name == first else (), self.root)
-            for name in sorted(parts)
+            name: Listing(by_name[name], self.left_out if name == first else (), self.root)
+            for name in sorted(by_name)
         }
 
     def halves(self, share: float) -> "Listing":
-        """Return the listing in two parts: `validation` has a share of the classes, drawn at
-        random, `train` the others.
+        """Return the listing as two splits.
+
+        `validation` has a share of the classes, drawn at random, and `train` the others.
         """
         names = sort_classes(image.class_name for image in self.images)
         count = round(share * len(names))
@@ -109,9 +111,9 @@ class Listing(NamedTuple):
                 f"--split {share:g} of {len(names)} classes leaves one side without any",
             )
         drawn = {names[place] for place in permutation(len(names), 0)[:count]}
-        part_of = {name: "validation" if name in drawn else "train" for name in names}
+        split_of = {name: "validation" if name in drawn else "train" for name in names}
         return self._replace(
-            images=[image._replace(part=part_of[image.class_name]) for image in self.images]
+            images=[image._replace(split=split_of[image.class_name]) for image in self.images]
         )
 
 
@@ -150,16 +152,17 @@ def list_images(
     else:
         raise DistapError("data.missing", f"{source}: no such folder or CSV file")
     if not listing.images:
-        others = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
+        causes = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
         raise DistapError(
-            "data.empty", f"{source}: the data set is empty; expected {expected}{others}"
+            "data.empty", f"{source}: the data set is empty; expected {expected}{causes}"
         )
     return listing
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Sort class names in the order of their numbers: whole numbers by value, other names
-    alphabetically.
+    """Return the class names, each once, in the order of their numbers.
+
+    Whole numbers are sorted by value, other names alphabetically.
     """
     return sorted(set(names), key=lambda name: (len(name) if name.isdigit() else 0, name))
 
@@ -249,10 +252,10 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             )
             left_out.append(Skipped(str(image.path), reason))
         else:
-            _require_folder_name(line, image.part)
+            _require_folder_name(line, image.split)
             images.append(image)
 
-    without = sorted(image.path.name for image in images if not image.part)
+    without = sorted(image.path.name for image in images if not image.split)
     if without and len(without) < len(images):
         raise DistapError(
             "data.mixed_splits",
@@ -264,12 +267,10 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
 
 
 def _listed_image(source: Path, line: ListLine, row: Mapping[str, str]) -> ImageFile:
-    """Return the image on a line, with "" for a class that it lacks; `row` has the cells by
-    column.
-    """
+    """Return the image on a line, whose cells `row` has by column; "" stands for no class."""
     if not is_line(row["path"]):
         raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
-    part, *levels = (
+    split, *levels = (
         class_name_at(f"{line.where}, column {column}", row.get(column))
         for column in ("split", *(column for column in LEVELS if column in row))
     )
@@ -277,7 +278,7 @@ def _listed_image(source: Path, line: ListLine, row: Mapping[str, str]) -> Image
         path=as_on_disk(source.parent / row["path"]),
         class_name=class_name_at(line.where, row["label"]),
         levels=tuple(levels),
-        part=part,
+        split=split,
     )
 
 

@@ -154,10 +154,9 @@ COLUMNS = {
 
 
 def parse_index(data: Buffer, where: str) -> Index:
-    """Parse the contents of index file `where`; check every row, so that none leads outside the
-    data set.
+    """Parse the contents of index file `where`.
 
-    The columns are views of `data`.
+    Every row is checked, so that none leads outside the data set. The columns are views of `data`.
     """
     remedy = "make it anew with `distap data index`"
     try:
@@ -313,13 +312,9 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     listing = list_images(folder, "levels", labelled=labelled)
     sound, broken = look_at_all(listing.images)
     rows = [(image.path.relative_to(folder).as_posix(), image, look) for image, look in sound]
-    left_out = [
-        Skipped(as_line(os.path.relpath(name, folder)), reason)
-        for name, reason in (*listing.left_out, *broken)
-    ]
-    left_out += [
-        Skipped(as_line(name), "names that are no line of text in UTF-8")
-        for name, _, _ in rows
+    unfit = [
+        Skipped(str(image.path), "names that are no line of text in UTF-8")
+        for name, image, _ in rows
         if not is_line(name)
     ]
     rows = [row for row in rows if is_line(row[0])]
@@ -333,6 +328,10 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
         images=[image for _, image, _ in rows],
         sizes=[look.st_size for _, _, look in rows],
         digests=times,
+    )
+    left_out = (
+        Skipped(as_line(os.path.relpath(name, folder)), reason)
+        for name, reason in (*listing.left_out, *broken, *unfit)
     )
     return replace(index, left_out=tuple(left_out))
 
@@ -383,11 +382,13 @@ def index_of_files(
 def _require_shards(source: Source, index: Index) -> None:
     """Raise a DistapError if a shard is missing or of another size than in the index."""
     storage = Storage(source.base)
-    first, *others = index.shard_name.tolist()
+    first, *further = index.shard_name.tolist()
     sizes = [storage.size(first)]  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
-        sizes += (pool.map if source.scheme else map)(storage.size, others)
-    for name, indexed, size in zip((first, *others), index.shard_size.tolist(), sizes, strict=True):
+        sizes += (pool.map if source.scheme else map)(storage.size, further)
+    for name, indexed, size in zip(
+        (first, *further), index.shard_size.tolist(), sizes, strict=True
+    ):
         if size != indexed:
             raise DistapError(
                 "data.changed_shard",

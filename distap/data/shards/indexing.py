@@ -152,6 +152,7 @@ def merge_scans(
         raise DistapError(
             "data.empty", f"{source}: the data set is empty: no usable image in its shards"
         )
+    # Shards may use any class numbers, with gaps; an index numbers the classes that are there.
     numbers, columns["label"] = np.unique(columns["label"], return_inverse=True)
     counts = [len(scan.columns["label"]) for scan in scans]
     columns["shard"] = np.repeat(np.arange(len(scans), dtype=np.int32), counts)

@@ -200,6 +200,10 @@ def _work(
 
 def _pickled(answer: Any, room: mmap.mmap | None) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the pickle of an answer without its arrays, and where in the room each of them is."""
+    # The arrays stand in the room one after the other, and the parent reads them where they are:
+    #
+    #     | array 0 ...... | padding | array 1 ... | padding | free
+    #       0                          a multiple of ALIGNED
     if room is not None:
         buffers = list[pickle.PickleBuffer]()
         text = pickle.dumps(answer, protocol=5, buffer_callback=buffers.append)

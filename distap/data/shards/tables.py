@@ -53,12 +53,11 @@ class ListLine:
         return int(text)
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the path of the file `name` in this folder; refuse a name that leaves the
-        folder."""
-        parts = PurePosixPath(name).parts
+        """Return the path of the file `name` in a folder, and refuse a name that leaves it."""
+        folders = PurePosixPath(name).parts
         if not name.isprintable():
             raise self.wrong(f"path {name[:200]!r} is no printable text")
-        if not parts or name.startswith("/") or ".." in parts:
+        if not folders or name.startswith("/") or ".." in folders:
             raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
         return as_on_disk(folder / name)
 

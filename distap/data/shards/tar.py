@@ -1,5 +1,4 @@
-"""Read the samples of WebDataset tar shards strictly: damage raises an error, and no sample is lost
-in silence.
+"""Read the samples of WebDataset tar shards strictly: no sample is lost in silence.
 
 webdataset and tarfile read on after most kinds of damage: tarfile takes a header that it cannot
 read, or a file that is cut between two members, for the end of the archive. An index has to know
@@ -96,8 +95,9 @@ def read_samples(
 
 
 def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> Iterator[Group]:
-    """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.PNG` is
-    `seg.png`.
+    """Yield each key of a shard with its members by field, in order.
+
+    The key of `a/b.seg.PNG` is `a/b`, and its field `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
@@ -136,8 +136,7 @@ def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> 
 def labelled_image(
     key: str, members: dict[str, TarMember]
 ) -> tuple[int, TarMember, tuple[int, int]]:
-    """Return a sample's class number, its image, and the image's width and height in pixels, from
-    its members.
+    """Return a sample's class number, its image, and the image's width and height in pixels.
 
     Raises DamagedImageError, with reason `missing_field` if the image or its integer label is
     missing, and UnlabelledError if the label stands for no class.
@@ -264,8 +263,8 @@ def _require_end(forward: _ForwardFile) -> None:
     start = forward.position
     while is_zero and forward.read(MAX_HEADER):
         is_zero = not any(forward.block)
-    rest = forward.position - start
-    if not is_zero or rest < TAR_BLOCK or rest % TAR_BLOCK:
+    behind = forward.position - start
+    if not is_zero or behind < TAR_BLOCK or behind % TAR_BLOCK:
         raise tarfile.ReadError(
             "neither a file nor the end, two blocks of zeros with nothing behind them"
         )

@@ -1,10 +1,10 @@
-"""Describe a data set into a folder that all ranks share; continue a stopped extraction from its
-parts.
+"""Describe a data set into a folder that all ranks share, part by part.
+
+A stopped extraction continues from its parts.
 
 OUTPUT/extraction.json     the plan: what is described in which way; written first, by rank 0
 OUTPUT/parts/000012.npz    a part, written by the rank that described it; removed at the end
-OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and
-what was left out
+OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`
 """
 
 import json
@@ -47,8 +47,8 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
     Returns:
         The descriptors, on every rank.
     """
-    describer = extraction.how.describer
-    world = extraction.how.world
+    describer = extraction.describing.describer
+    world = extraction.describing.world
     images = extraction.images
     plan = {
         "version": EXTRACTION_VERSION,
@@ -103,30 +103,35 @@ def _read_part(output: Path, number: int, *names: str) -> list[Any]:
             return [file[name] for name in names]
     except DistapError as error:
         raise DistapError(
-            f"{error}; remove it, and the same command describes this part again"
+            error.code, f"{error}; remove it, and the same command describes this part again"
         ) from error
 
 
 def _begin(output: Path, plan: dict[str, Any]) -> None:
     """Write the plan into a new or empty folder, or require the same plan there."""
-    # Through JSON, as the earlier plan comes: a tuple would not equal the list that it becomes
-    # there.
-    path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
+    path = output / EXTRACTION_FILE
+    # Through JSON, like the earlier plan: a tuple would not equal the list that it becomes there.
+    plan = json.loads(json.dumps(plan))
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
         return
     if not path.exists():
-        raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
+        raise DistapError(
+            "descriptors.folder_in_use",
+            f"{output}: holds something that is no extraction; choose another folder",
+        )
     with reading(path, "distap extract"):
         earlier = read_json(path)
-    different = [name for name, value in plan.items() if earlier.get(name) != value]
-    if different:
-        told = "; ".join(
-            f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different
-        )
-        problem = f"an extraction of something else was begun there: {told}"
+    changes = [
+        f"{name} was {earlier.get(name)!r} and is {value!r}"
+        for name, value in plan.items()
+        if earlier.get(name) != value
+    ]
+    if changes:
         raise DistapError(
-            f"{output}: {problem}; give what it was begun with, or choose another folder"
+            "descriptors.folder_in_use",
+            f"{output}: an extraction of something else was begun there: {'; '.join(changes)}; give"
+            " what it was begun with, or choose another folder",
         )
 
 
@@ -139,30 +144,32 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
         seen = [status.st_ino, status.st_size, status.st_mtime_ns]
     except OSError:
         seen = []
-    of_ranks = extraction.how.world.gather_values(seen)
-    others = [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]
-    if others:
+    statuses = extraction.describing.world.gather_values(seen)
+    apart = [rank for rank, status in enumerate(statuses) if status != statuses[0]]
+    if apart:
         raise DistapError(
-            f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts"
-            " share"
+            "ranks.no_shared_folder",
+            f"{output}: rank {apart[0]} does not see rank 0's folder; name one that all hosts"
+            " share",
         )
 
 
 def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
-    """Join the arrays of all parts, which are in the order of the data set, in a file rather than
+    """Join the arrays of all parts, which are in the order of the data set, without holding them
     in memory.
     """
-    describer = extraction.how.describer
+    describer = extraction.describing.describer
     images = extraction.images
     left_out: dict[int, str] = {}
     for number in range(parts):
-        lost, reasons = _read_part(output, number, "left_out", "reasons")
-        left_out.update(zip(lost.tolist(), reasons.tolist(), strict=True))
+        samples, texts = _read_part(output, number, "left_out", "reasons")
+        left_out.update(zip(samples.tolist(), texts.tolist(), strict=True))
     if len(left_out) == len(images):
         shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
         raise DistapError(
+            "data.none_described",
             f"{images.name}: none of its {len(images)} images can be described; first:"
-            f" {min(left_out.items())[1]}"
+            f" {min(left_out.items())[1]}",
         )
     shape = len(images) - len(left_out), describer.dimensions
 
@@ -173,17 +180,15 @@ def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
             file.write(_read_part(output, number, "descriptors")[0].tobytes())
 
     present = np.delete(np.arange(len(images)), [*left_out])
-    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
-    told |= dict(images.index.left_out)
-    of_images = (
+    reasons = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
+    described = DescriptorSet(
+        # The record takes shape and type alone from the array, which the parts fill in the file.
+        np.broadcast_to(np.zeros(1, np.float32), shape),
         images.keys[present],
         images.classes[present],
         describer.described_by,
         images.name,
-        told,
+        reasons | dict(images.index.left_out),
     )
-    # The record takes shape and type alone from the array, which the parts fill in the file.
-    described = DescriptorSet(np.broadcast_to(np.zeros(1, np.float32), shape), *of_images)
-    precision = extraction.how.describer.precision
-    write_described(output, described, {DESCRIPTORS_FILE: write}, precision=precision)
+    write_described(output, described, {DESCRIPTORS_FILE: write}, precision=describer.precision)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -58,13 +58,13 @@ class Describing:
 class Extraction:
     """A data set to describe on all ranks; raise a DistapError if ranks see other images."""
 
-    how: Describing
+    describing: Describing
     images: ImageSet
     # by image number, the part to describe, in pixels
     boxes: Mapping[int, Box] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.how.world.agreed(
+        self.describing.world.agreed(
             None, [self.images.index.fingerprint[:12]], None, f"images in {self.images.name}"
         )
 
@@ -86,30 +86,31 @@ class Extraction:
         """Describe this rank's share of the parts numbered `missing`; workers read ahead from part
         to part.
         """
-        how = self.how
+        describing = self.describing
+        describer = describing.describer
+        world = describing.world
         images = self.images
         parts = self.parts
-        describer = how.describer
-        world = how.world
         limit = max(int(describer.most_pixels / max(1.0, *describer.network.scales) ** 2), 1)
-        mine = missing[world.rank :: world.size]
+        share = missing[world.rank :: world.size]
         size = HANDED_OVER if describer.sizing.kind == "crop" else 1  # whole images may be large
         requests = [
             [part[at : at + size] for at in range(0, len(part), size)]
-            for part in (parts[n] for n in mine)
+            for part in (parts[number] for number in share)
         ]
-        every = (request for part in requests for request in part)
-        chunks = sized_chunks(images, describer.sizing, self.boxes, every, how.workers)
+        chunks = sized_chunks(
+            images, describer.sizing, self.boxes, chain.from_iterable(requests), describing.workers
+        )
         done = len(images) - sum(len(parts[number]) for number in missing)
-        shown = how.shown and world.rank == 0
+        shown = describing.shown and world.rank == 0
         with (
             closing(chunks),
             progress(f"describing {images.name}", len(images), done, shown) as show,
         ):
             shared = SharedProgress(
-                world, lambda described: show(done + described), how.is_asked_to_stop
+                world, lambda described: show(done + described), describing.is_asked_to_stop
             )
-            for number, part in zip(mine, requests, strict=True):
+            for number, part in zip(share, requests, strict=True):
                 with describer.evaluating():
                     described = _described(describer, islice(chunks, len(part)), limit, shared.add)
                 yield number, described
@@ -126,40 +127,43 @@ def extract_descriptors(
         length 1; and the reason by number for each of the others.
     """
     images = extraction.images
-    world = extraction.how.world
-    descriptors = np.zeros((len(images), extraction.how.describer.dimensions), np.float32)
-    own_left_out: dict[int, str] = {}
+    world = extraction.describing.world
+    dimensions = extraction.describing.describer.dimensions
+    descriptors = np.zeros((len(images), dimensions), np.float32)
+    reasons: dict[int, str] = {}  # of this rank's images
     for _, part in extraction.described(range(len(extraction.parts))):
         descriptors[part.samples] = part.descriptors
-        own_left_out |= part.left_out
+        reasons |= part.left_out
     # Each row is zero on all ranks but one, so the sum over the ranks is exact.
     for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
         rows = torch.from_numpy(descriptors[start : start + SUMMED_ROWS]).to(world.device)
         descriptors[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
-    told = world.gather_values(list(own_left_out.items()))
-    left_out = dict(sorted(tuple(pair) for of_rank in told for pair in of_rank))
+    by_rank = world.gather_values(list(reasons.items()))
+    left_out = dict(sorted(tuple(pair) for pairs in by_rank for pair in pairs))
     broken = [
         str(images.keys[number]) for number, reason in left_out.items() if reason == NOT_FINITE
     ]
     if broken:
         raise DistapError(
+            "network.not_finite",
             f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as"
-            f" that of {broken[0]}: the network is broken"
+            f" that of {broken[0]}: the network is broken",
         )
     samples = np.setdiff1d(np.arange(len(images)), [*left_out])
     if not len(samples):
         raise DistapError(
-            f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}"
+            "data.none_described",
+            f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}",
         )
     return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
 
 
 class SharedProgress:
-    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one
-    must stop.
+    """Exchange the ranks' progress every few seconds.
 
-    Rank 0 can show the progress of all. However uneven the work is, no rank waits in a collective
-    for longer than these seconds and one batch.
+    Every rank raises a BrokenOffError if one must stop. Rank 0 can show the progress of all.
+    However uneven the work is, no rank waits in a collective for longer than these seconds and one
+    batch.
     """
 
     def __init__(
@@ -182,8 +186,11 @@ class SharedProgress:
             pass
 
     def _exchange(self, finished: bool) -> bool:
-        mine = [self._images, int(finished), int(self._is_asked_to_stop())]
-        counts = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
+        counts = torch.tensor(
+            [self._images, int(finished), int(self._is_asked_to_stop())],
+            dtype=torch.int64,
+            device=self._world.device,
+        )
         images, done, asked = self._world.sum(counts).tolist()
         if asked:
             raise BrokenOffError

@@ -53,9 +53,10 @@ class ImageDescriber:
         )
         if required is not None and not fits:
             raise DistapError(
+                "network.fixed_size",
                 f"this network's backbone takes images of {required[1]} x {required[0]} pixels"
                 f" only, so `{self.sizing}` at scales {list(scales)} is not for it; use `crop"
-                f" {required[0]}` and the scale 1"
+                f" {required[0]}` and the scale 1",
             )
         if self.whitening is not None:
             refuse_foreign_whitening(self.whitening, self.described_by)
@@ -63,25 +64,27 @@ class ImageDescriber:
     @cached_property
     def network(self) -> MultiScaleNetwork:
         """Network that maps pixels to descriptors over all scales, whitened."""
-        last = (
+        return MultiScaleNetwork(
+            self.retrieval_network,
+            self.scales,
             None if self.whitening is None else self.whitening.tensors,
             self.antialias,
             self.first,
         )
-        return MultiScaleNetwork(self.retrieval_network, self.scales, *last)
 
     @cached_property
     def described_by(self) -> DescribedBy:
-        """Return a record of how descriptors are made, to store with them. Hash the network on
-        first use.
+        """Return a record of how descriptors are made, to store with them; the first use hashes
+        the network.
         """
-        last = (
+        return DescribedBy(
+            fingerprint(self.retrieval_network),
+            str(self.sizing),
+            self.network.scales,
             None if self.whitening is None else self.whitening.fingerprint,
             self.antialias,
             self.first,
         )
-        ways = str(self.sizing), self.network.scales, *last
-        return DescribedBy(fingerprint(self.retrieval_network), *ways)
 
     @property
     def dimensions(self) -> int:
@@ -124,9 +127,10 @@ class ImageDescriber:
             count, _, height, width = pixels.shape
             if memory_ran_out(error):
                 raise TooLittleMemoryError(
+                    "memory.describing",
                     f"{count} images of {width} x {height} at scales {list(self.network.scales)}"
                     f" take more memory than {self.device} has: set evaluation.batch_size lower, or"
-                    " evaluation.sizing to `side N`"
+                    " evaluation.sizing to `side N`",
                 ) from error
             if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
                 message = f"{width} x {height} pixels are too few for the network"
@@ -142,28 +146,34 @@ class ImageDescriber:
 def describer_like(
     described_by: DescribedBy, network: RetrievalNetwork, whitening: Whitening | None = None
 ) -> ImageDescriber:
-    """Return a describer that repeats how stored descriptors were made; a DistapError if network or
-    whitening differ.
+    """Return a describer that repeats how stored descriptors were made.
 
-    The network is put into evaluation mode.
+    It puts the network into evaluation mode.
+
+    Raises:
+        DistapError: the network or the whitening is another one.
     """
-    by = described_by
     try:
-        sizing = Sizing.parse(by.sizing)
+        sizing = Sizing.parse(described_by.sizing)
     except DistapError as error:
-        raise DistapError(f"{ABOUT_FILE} of the descriptors: {error}") from error
+        raise DistapError(error.code, f"{ABOUT_FILE} of the descriptors: {error}") from error
     describer = ImageDescriber(
-        network, sizing, by.scales, whitening, antialias=by.antialias, first=by.dimensions
+        network,
+        sizing,
+        described_by.scales,
+        whitening,
+        antialias=described_by.antialias,
+        first=described_by.dimensions,
     )
-    for part in ("network", "whitening"):
-        wanted, given = (
-            getattr(by, part) or "none" for by in (described_by, describer.described_by)
-        )
-        if wanted != given:
+    for name in ("network", "whitening"):
+        wanted = getattr(described_by, name) or "none"
+        actual = getattr(describer.described_by, name) or "none"
+        if wanted != actual:
             raise DistapError(
-                f"the descriptors were extracted with the {part} {wanted[:12]}, but this one is"
-                f" {given[:12]}: name the checkpoint and the whitening that they were extracted"
-                " with, or extract them again"
+                "descriptors.other_network",
+                f"the descriptors were extracted with the {name} {wanted[:12]}, but this one is"
+                f" {actual[:12]}: name the checkpoint and the whitening that they were extracted"
+                " with, or extract them again",
             )
     network.eval()
     return describer
@@ -174,13 +184,18 @@ def refuse_foreign_whitening(whitening: Whitening, described_by: DescribedBy) ->
     learned = whitening.described_by
     if learned.network != described_by.network:
         raise DistapError(
+            "descriptors.other_network",
             f"the whitening was learned from {whitening.learned_from} as the network"
             f" {learned.network[:12]}... describes it, this one is {described_by.network[:12]}...:"
-            " learn it anew with `distap whiten`"
+            " learn it anew with `distap whiten`",
         )
-    ways = [f"`{one.sizing}` at scales {list(one.scales)}" for one in (learned, described_by)]
-    if ways[0] != ways[1]:
+    if (learned.sizing, learned.scales) != (described_by.sizing, described_by.scales):
         # Common with several scales: Radenović et al. learn their whitening from one.
         logger.warning(
-            "the whitening was learned from images of %s, and is applied to those of %s", *ways
+            "the whitening was learned from images of `%s` at scales %s, and is applied to those of"
+            " `%s` at scales %s",
+            learned.sizing,
+            list(learned.scales),
+            described_by.sizing,
+            list(described_by.scales),
         )

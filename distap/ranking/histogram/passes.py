@@ -31,7 +31,15 @@ from torch.nn.functional import pad
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
-from distap.ranking.loss import Budget, Counter, Descriptors, Flags, Labels, Loss, LossValue
+from distap.ranking.loss import (
+    Budget,
+    Counter,
+    DescriptorRows,
+    FlagRows,
+    LabelRows,
+    Loss,
+    LossValue,
+)
 
 WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
@@ -130,12 +138,7 @@ class Passes(Counter):
             2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device
         )
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: DescriptorRows, labels: LabelRows, is_own: FlagRows) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
         first_row = self._counts.shape[1]
         queries = Images.of(descriptors, labels, is_own, self.seen, first_row)

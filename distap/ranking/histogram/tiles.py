@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distap.ranking.device_copies import queued
 from distap.ranking.gathered import PaddedColumns, runs
-from distap.ranking.loss import Budget, Descriptors, Labels, strips
+from distap.ranking.loss import Budget, DescriptorRows, LabelRows, strips
 
 SameClass = PaddedColumns | None
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
@@ -22,10 +22,10 @@ MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digi
 class Images:
     """Images of the gallery, sorted by class."""
 
-    descriptors: Descriptors
+    descriptors: DescriptorRows
     # on the CPU, so that nobody waits for a device to know the size of a class
-    labels: Labels
-    positions: Labels  # in the gallery
+    labels: LabelRows
+    positions: Int64[Tensor, " n"]  # in the gallery
     first_row: int  # row of the first image in the table of counts, if these are queries
 
     @staticmethod

@@ -225,12 +225,12 @@ class SimilarityLoss(Loss):
         """Yield this rank's queries in blocks, with their row numbers in `own`."""
         # They are ordered by the size of their class: `same_class` has as many columns as the
         # largest class of a block, so that one large class pads few others.
-        own = gathered.own
-        counted = (weights[own] > 0).nonzero().flatten()
-        order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
+        own_rows = gathered.own
+        counted = (weights[own_rows] > 0).nonzero().flatten()
+        order = counted[gathered.class_sizes[own_rows[counted], 0].argsort(stable=True)]
         height = max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))
         for numbers in order.split(height) if len(order) else ():
-            queries = own[numbers]
+            queries = own_rows[numbers]
             levels, same_class, is_positive = self.columns(gathered, queries)
             yield (
                 numbers,

@@ -29,26 +29,33 @@ def build_loss(loss: AnyLoss, **options: Any) -> Loss:
         named = {**sum_in_full(loss), **options}
         if "name" not in named:
             raise DistapError(
-                f"loss {dict(loss)}: expected the names of losses with their weights, or `name`"
+                "loss.no_name",
+                f"loss {dict(loss)}: expected the names of losses with their weights, or `name`",
             )
         return build_loss(str(named.pop("name")), **named)
     if isinstance(loss, str):
         return build_part("loss", loss, **options)
     if isinstance(loss, type):
         if not issubclass(loss, Loss):
-            raise DistapError(f"{loss.__name__} is a class; give an object of it")
+            raise DistapError(
+                "loss.wrong_kind", f"{loss.__name__} is a class; give an object of it"
+            )
         try:
             return adapter_of(loss).validate_python(options)
         except ValidationError as error:
             raise DistapError(
-                f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}"
+                "recipe.value",
+                f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}",
             ) from error
     if options:
         raise DistapError(
-            f"{loss} is a loss already; options go with names and classes of losses only"
+            "loss.options_of_object",
+            f"{loss} is a loss already; options go with names and classes of losses only",
         )
     if isinstance(loss, Loss):
         return loss
     if [*signature(loss).parameters][:2] == ["similarities", "same_class"]:
-        raise DistapError(f"{loss}: a function of similarities needs @distap.loss above it")
+        raise DistapError(
+            "loss.wrong_kind", f"{loss}: a function of similarities needs @distap.loss above it"
+        )
     return FunctionLoss(loss)

@@ -39,6 +39,9 @@ class OfLevel(NamedTuple):
     # counted exactly.
     gain: PerPositive
     rank: PerPositive  # by steps, differentiable
+    smooth: Int64[Tensor, "r M"]  # columns of the images that the rank counts smoothly
+    sums: Sums  # of these
+    falls: PerPositive  # how fast the rank falls as the image's similarity rises
 
 
 @dataclass(frozen=True)
@@ -65,25 +68,22 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
         level = (rows.levels[rows.queries, None] == rows.levels).sum(2)
         counts = [(level == number).sum(1) for number in range(rows.levels.shape[1] + 1)]
         sizes = torch.stack(counts, 1).to(similarities)
-        columns, sums, falls, levels = zip(
-            *self._levels(rows, level, self.relevances(sizes)), strict=True
-        )
+        levels = list(self._levels(rows, level, self.relevances(sizes)))
         with torch.enable_grad():
             ranks = [images.rank.requires_grad_() for images in levels]
-            value = 1 - self.score([*levels], sizes)
+            value = 1 - self.score(levels, sizes)
             by_rank = torch.autograd.grad((rows.weights * value).sum(), ranks)
         slopes = torch.zeros_like(similarities)
         # A rank rises with the scores of others and falls with the image's own, by the sum of the
         # same slopes.
-        for number, by in enumerate(by_rank):
-            slopes.scatter_add_(1, columns[number], sums[number].slopes(by))
-            slopes.scatter_add_(1, levels[number].columns, -by * falls[number])
+        for images, by in zip(levels, by_rank, strict=True):
+            slopes.scatter_add_(1, images.smooth, images.sums.slopes(by))
+            slopes.scatter_add_(1, images.columns, -by * images.falls)
         return value.detach(), slopes
 
     def _levels(
         self, rows: Rows, level: Int64[Tensor, "r N"], relevance: PerLevel
-    ) -> Iterator[tuple[Int64[Tensor, "r M"], Sums, PerPositive, OfLevel]]:
-        """Yield per level the columns counted smoothly, their sums, falls of counts, and images."""
+    ) -> Iterator[OfLevel]:
         similarities = rows.similarities
         columns = [
             padded_columns(level == number, rows.queries) for number in range(1, relevance.shape[1])
@@ -116,7 +116,16 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
                 smooth = torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
             sums = self.sums(rows, counted, scores)
             counts, falls = sums.counts()
-            yield smooth, sums, falls, OfLevel(chosen, is_real, of_level, gain, rank + counts)
+            yield OfLevel(
+                columns=chosen,
+                is_real=is_real,
+                relevance=of_level,
+                gain=gain,
+                rank=rank + counts,
+                smooth=smooth,
+                sums=sums,
+                falls=falls,
+            )
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,8 @@ class RecallAtK(RankLoss):
             hits = (torch.sigmoid((limit - ranks) / self.hit_tau) * rows.is_positive).sum(1)
             if form.caps_hits:
                 hits = hits.clamp(max=limit)
-            recalls.append(
-                hits / (positives.clamp(max=limit) if form.caps_positives else positives)
-            )
+            needed = positives.clamp(max=limit) if form.caps_positives else positives
+            recalls.append(hits / needed)
         return 1 - torch.stack(recalls).mean(0)
 
 

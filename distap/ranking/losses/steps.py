@@ -12,7 +12,6 @@ sums of many positives are interpolated from those at fewer points.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, reduce
@@ -73,25 +72,13 @@ def softplus_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tenso
 SMOOTH = (sigmoid_step, softplus_step)
 
 
-class Sums(ABC):
-    """The sums of a step over images, for each positive and for each image."""
-
-    @abstractmethod
-    def counts(self) -> tuple[PerPositive, PerPositive]:
-        """Return the count of images before each positive, and its fall as the positive rises."""
-
-    @abstractmethod
-    def slopes(self, by_count: PerPositive) -> Scores:
-        """Return the derivative of the loss by each similarity, given that by each count."""
-
-
 def step_sums(
     step: Step,
     numbers: tuple[float, ...],
     pairs: int,
     similarities: Scores,
     positives: PerPositive,
-) -> Sums:
+) -> "Sums":
     """Return the sums of a step, interpolated where that is exact and halves the terms at least."""
     sums = partial(StepSums, step, numbers, pairs)
     points = POINTS[positives.dtype]
@@ -111,7 +98,7 @@ def step_sums(
     return sums(similarities, positives)
 
 
-class StepSums(Sums):
+class StepSums:
     """Sums of a smooth step function over images, compiled if the batch is large enough.
 
     Args:
@@ -158,6 +145,7 @@ class StepSums(Sums):
             self._positives = positives, powers(positives, centre, factor)
 
     def counts(self) -> tuple[PerPositive, PerPositive]:
+        """Return the count of images before each positive, and its fall as the positive rises."""
         counts = list[Tensor]()
         falls = list[Tensor]()
         for positives in self._cuts(*self._positives):
@@ -167,6 +155,7 @@ class StepSums(Sums):
         return torch.cat(counts, dim=1), torch.cat(falls, dim=1)
 
     def slopes(self, by_count: PerPositive) -> Scores:
+        """Return the derivative of the loss by each similarity, given that by each count."""
         # (P, r): with rows inside, the generated code goes along the gallery in vectors.
         slopes = (
             self._slopes(
@@ -190,13 +179,7 @@ class Interpolation:
         width: of an interval.
     """
 
-    def __init__(
-        self,
-        points: int,
-        width: float,
-        images: Scores,
-        positives: PerPositive,
-    ) -> None:
+    def __init__(self, points: int, width: float, images: Scores, positives: PerPositive) -> None:
         tables = images, positives
         lowest = min(float(table.amin()) for table in tables)
         places = [(table - lowest) / width for table in tables]
@@ -235,7 +218,7 @@ class Interpolation:
 
 
 @dataclass(frozen=True)
-class InterpolatedSums(Sums):
+class InterpolatedSums:
     """The sums of `StepSums` for many positives: those at fewer points, and polynomials between.
 
     A step of temperature tau is analytic up to pi tau off the real axis, and so are its sums. On
@@ -244,8 +227,8 @@ class InterpolatedSums(Sums):
     by the numbers in POINTS.
     """
 
-    of_images: Sums  # of all images before each point
-    of_points: Sums  # of each point before all positives
+    of_images: StepSums  # of all images before each point
+    of_points: StepSums  # of each point before all positives
     between: Interpolation
     is_counted: Bool[Tensor, "r N"]  # which images are not -inf
 
@@ -256,6 +239,9 @@ class InterpolatedSums(Sums):
 
     def slopes(self, by_count: PerPositive) -> Scores:
         return self.between(self.of_points.slopes(by_count), *self.between.images) * self.is_counted
+
+
+Sums = StepSums | InterpolatedSums
 
 
 def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float) -> Tensor:

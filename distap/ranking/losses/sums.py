@@ -17,10 +17,10 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import (
     Budget,
     Counter,
-    Descriptors,
-    Flags,
+    DescriptorRows,
+    FlagRows,
     KnownClasses,
-    Labels,
+    LabelRows,
     Loss,
     LossValue,
 )
@@ -99,12 +99,7 @@ class CounterOfSum(Counter):
         self._sum = loss
         self._counters = [term.counter(pairs, shares) for _, term in loss.parts]
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: DescriptorRows, labels: LabelRows, is_own: FlagRows) -> None:
         super().add(descriptors, labels, is_own)
         for counter in self._counters:
             counter.add(descriptors, labels, is_own)
@@ -203,7 +198,7 @@ class OfPrefix(WrappedLoss):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
 
-    def prefix(self, descriptors: Descriptors) -> Float[Tensor, "n d"]:
+    def prefix(self, descriptors: DescriptorRows) -> Float[Tensor, "n d"]:
         if descriptors.shape[1] < self.d:
             raise DistapError(
                 "loss.wrong_dimensions",
@@ -233,12 +228,7 @@ class CounterOfPrefix(Counter):
         self._prefix = loss
         self._counter = counter
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: DescriptorRows, labels: LabelRows, is_own: FlagRows) -> None:
         super().add(descriptors, labels, is_own)
         self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
 
