@@ -9,6 +9,7 @@ from raising import raises
 
 from distap.data.converters.dataset import convert
 from distap.data.shards.index import load_index
+from distap.errors import DistapError
 from distap.evaluation.ground_truth import read_truth
 
 CONTENTS = {
