@@ -51,10 +51,10 @@ def test_networks_of_all_kinds_are_built_describe_and_learn(backbone, size):
     assert descriptors.shape == (2, network.dimensions)
     torch.testing.assert_close(descriptors.norm(dim=1), torch.ones(2))
     (descriptors * torch.randn(descriptors.shape)).sum().backward()
-    own_row = [
+    unused = [
         name for name, p in network.named_parameters() if p.grad is None and ".head" not in name
     ]
-    assert own_row in ([], ["backbone.mask_token"])
+    assert unused in ([], ["backbone.mask_token"])
 
 
 def described_by(tmp_path, shards, size, **model):
@@ -131,7 +131,7 @@ def test_a_folder_of_timm_gives_its_weights_pixels_and_arguments(tmp_path):
     pixels = pixels.float()
     tokens = saved.forward_features(pixels)
     torch.testing.assert_close(network(noise(height=160)), normalize(tokens[:, 0]))
-    with raises("network.not_readable", "model.backbone"):
+    with raises("network.unreadable", "model.backbone"):
         TimmBackbone(f"local-dir:{tmp_path}/none").build()
 
 
@@ -200,9 +200,9 @@ def test_weights_that_would_be_lost_or_stay_random_are_named(tmp_path):
 
 
 def test_gem_on_signed_features_warns(tmp_path, training_shards, caplog):
-    for backbone, message in (("test_vit", True), ("test_resnet", False)):
+    for backbone, warns in (("test_vit", True), ("test_resnet", False)):
         described_by(tmp_path, training_shards, 64, backbone=backbone, pooling="gem")
-        assert ("model.pooling: gem takes features below 1e-06" in caplog.text) == message
+        assert ("model.pooling: gem takes features below 1e-06" in caplog.text) == warns
         caplog.clear()
 
 
@@ -233,7 +233,7 @@ def test_a_name_of_the_hub_is_read_as_it_was_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     network = build_network(TimmBackbone("hf-hub:us/ours"), TimmWeights(), GeMPooling())
     assert torch.equal(network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
-    with raises("network.not_readable", "model.backbone", "hf-hub:us/theirs"):
+    with raises("network.unreadable", "model.backbone", "hf-hub:us/theirs"):
         TimmBackbone("hf-hub:us/theirs").build()
 
 
@@ -279,5 +279,5 @@ def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_ca
         assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(
             network
         )
-    kept_rows = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    assert torch.equal(kept_rows.norm.weight, network.backbone.norm.weight)
+    saved = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert torch.equal(saved.norm.weight, network.backbone.norm.weight)
