@@ -136,11 +136,11 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
-    actual, expected = rankings
-    assert float(actual.loss) == pytest.approx(float(expected.loss), rel=1e-4)
+    on_gpu, expected = rankings
+    assert float(on_gpu.loss) == pytest.approx(float(expected.loss), rel=1e-4)
     # its gradient is a difference of two rankings, of which near ties decide
     if name != "blackbox_ap":
-        assert distance(actual.gradient.double().cpu(), expected.gradient) < 1e-3
+        assert distance(on_gpu.gradient.double().cpu(), expected.gradient) < 1e-3
 
 
 def test_ranking_takes_a_share_of_the_free_memory():

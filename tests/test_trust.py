@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import distap as command
 from launching import Program, started
+from raising import raises
 from small_trainings import recipe
 
 import distap
@@ -112,7 +113,7 @@ NAMING = [
 @pytest.mark.parametrize("model", NAMING, ids=str)
 @pytest.mark.parametrize("made", [of_stranger, exported])
 def test_loading_imports_no_class_that_a_record_names(tmp_path, run, ran, made, model):
-    with pytest.raises(DistapError, match=r"'stranger:Part' is a class.*trust=True"):
+    with raises("recipe.value", "stranger:Part"):
         distap.load(made(run, tmp_path / "taken", **model), device="cpu")
     assert not ran.exists()
 
@@ -191,7 +192,7 @@ def test_a_training_that_begins_from_a_run_imports_no_class_that_its_record_name
 ):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
     weights = {"name": "run", "path": str(taken)}
-    with pytest.raises(DistapError, match="'stranger:Part' is a class"):
+    with raises("recipe.value", "stranger:Part"):
         saved_run(
             tmp_path / "run", training_shards, model={"backbone": "test_resnet", "weights": weights}
         )
@@ -202,7 +203,7 @@ def test_a_training_that_begins_from_a_run_imports_no_class_that_its_record_name
 def test_an_architecture_from_elsewhere_that_a_record_names_is_not_read(
     tmp_path, run, architecture
 ):
-    with pytest.raises(DistapError, match=rf"read from {architecture}.*trust=True"):
+    with raises("network.untrusted", architecture):
         distap.load(of_stranger(run, tmp_path / "taken", backbone=architecture), device="cpu")
 
 
@@ -211,13 +212,13 @@ def test_a_record_with_an_empty_base_is_that_of_a_whole_network(tmp_path, run):
     config = json.loads((folder / "config.json").read_text())
     config["distap"]["base"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DistapError, match=r"read from local-dir:/elsewhere.*trust=True"):
+    with raises("network.untrusted", "local-dir:/elsewhere"):
         distap.load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "cache_dir"])
 def test_an_argument_by_which_timm_reads_files_elsewhere_is_refused(tmp_path, run, argument):
-    with pytest.raises(DistapError, match=rf"model.arguments.{argument}: distap sets it"):
+    with raises("network.reserved_argument", argument, "model.arguments"):
         distap.load(
             of_stranger(run, tmp_path / "taken", arguments={argument: "/elsewhere"}), device="cpu"
         )
@@ -229,7 +230,7 @@ def test_a_config_cannot_say_itself_that_it_is_trusted(tmp_path, run, ran):
     config |= {"trust": True, "trusts": True, "trusted": True}
     config["distap"] |= {"trust": True, "trusted": True}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DistapError, match="'stranger:Part' is a class"):
+    with raises("recipe.value", "stranger:Part"):
         distap.load(folder, device="cpu")
     assert not ran.exists()
 

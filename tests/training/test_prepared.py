@@ -1,10 +1,10 @@
 """Prepare a training: what is opened and built before its first step."""
 
-import pytest
 from images import write_images
+from raising import raises
 from small_trainings import are_same, recipe
 
-from distap.errors import FINISHED, DistapError
+from distap.errors import FINISHED
 from distap.trainer import Trainer
 from distap.training.dry_run import dry_run
 from distap.training.prepared import prepare
@@ -37,7 +37,7 @@ def test_a_dry_run_prepares_once_and_leaves_no_run_behind(tmp_path, caplog):
 def test_a_dry_run_refuses_more_ranks_than_a_batch_has_images(tmp_path, training_shards):
     settings = recipe(tmp_path, training_shards, sampling={"name": "random", "batch_size": 4})
     dry_run(settings, 4)
-    with pytest.raises(DistapError, match="4 images a batch, fewer than the 5 ranks"):
+    with raises("sampling.too_small", "4", "5"):
         dry_run(settings, 5)
 
 
