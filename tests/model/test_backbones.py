@@ -17,9 +17,10 @@ import distap as library
 from distap.apps.export.exporting import export_to_folder
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
-from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
+from distap.model.backbone import TimmBackbone
 from distap.model.network import build_network, fingerprint
 from distap.model.pooling import AutoPooling, GeM, GeMPooling, NamedPooling, Native
+from distap.model.weights import FileWeights, TimmWeights
 from distap.training.build import trained_network
 from distap.training.start_checks import checked_network
 from distap.world import World
