@@ -54,8 +54,15 @@ def stepped(network, device, precision="float32", sizes=None, network_of=lambda 
     before = [parameter.detach().cpu().double().clone() for parameter in network.parameters()]
     optimizer = torch.optim.SGD(network.parameters(), lr=1000.0)
     learner = learning(network, optimizer, world, precision=precision)
-    options = {"max_drift": math.inf, "stopwatch": Stopwatch(device)}
-    step = step_with(learner, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8), **options)
+    step = step_with(
+        learner,
+        QuantizedAP(),
+        world,
+        0,
+        sizes or MicroBatchSizes(8),
+        max_drift=math.inf,
+        stopwatch=Stopwatch(device),
+    )
     batch = TensorBatch(noise(IMAGES), torch.arange(IMAGES) // 4, world, 1)
     batch.pixels = batch.pixels.pin_memory() if device.type == "cuda" else batch.pixels
     result = step(batch, 1000.0)

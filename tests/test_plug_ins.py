@@ -70,22 +70,31 @@ OF_LISTS = {"sampling": "InGivenOrder", "loss": "WithLists", "data__augmentation
 
 
 def written(folder, shards, **changes):
-    chosen = {"sampling": {"name": "random", "batch_size": 14}, **changes}
     file = folder / "recipe.yaml"
     file.write_text(
-        yaml.safe_dump(recipe(folder / "run", shards, steps=2, **chosen).model_dump(mode="json"))
+        yaml.safe_dump(
+            recipe(
+                folder / "run",
+                shards,
+                steps=2,
+                sampling={"name": "random", "batch_size": 14},
+                **changes,
+            ).model_dump(mode="json")
+        )
     )
     return file
 
 
 def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, training_shards):
     plug_ins = {key: f"plug_ins:{name}" for key, name in OF_LISTS.items()}
-    evaluated = {
-        "data__validation": str(training_shards[0]),
-        "data__unseen_classes": False,
-        "evaluation": {"every": 1},
-    }
-    file = written(tmp_path, training_shards, **plug_ins, **evaluated)
+    file = written(
+        tmp_path,
+        training_shards,
+        **plug_ins,
+        data__validation=str(training_shards[0]),
+        data__unseen_classes=False,
+        evaluation={"every": 1},
+    )
     check_training(file, [], 2)
     assert Trainer(prepare(load_recipe(file, []), World()), World()).train() == 0
     assert len(losses(tmp_path / "run")) == 2

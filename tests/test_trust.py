@@ -62,9 +62,18 @@ def index(tmp_path_factory, run, photos) -> Path:
     """An index of the run's descriptors."""
     folder = tmp_path_factory.mktemp("indexed")
     with pytest.MonkeyPatch.context() as patch:
-        keys = ("evaluation.sizing=side 40", "data.workers=0")
         assert (
-            command(patch, "extract", photos, folder / "extracted", "--checkpoint", run, *keys) == 0
+            command(
+                patch,
+                "extract",
+                photos,
+                folder / "extracted",
+                "--checkpoint",
+                run,
+                "evaluation.sizing=side 40",
+                "data.workers=0",
+            )
+            == 0
         )
         assert command(patch, "index", folder / "extracted", folder / "index") == 0
     return folder / "index"
@@ -251,16 +260,20 @@ def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(
     tmp_path, monkeypatch, run, photos
 ):
     taken = of_friend(tmp_path, monkeypatch, run, "another_friend")
-    message = (
-        photos,
-        tmp_path / "out",
-        "--checkpoint",
-        taken,
-        "--trust",
-        "data.workers=0",
-        "evaluation.sizing=side 40",
+    assert (
+        command(
+            monkeypatch,
+            "extract",
+            photos,
+            tmp_path / "out",
+            "--checkpoint",
+            taken,
+            "--trust",
+            "data.workers=0",
+            "evaluation.sizing=side 40",
+        )
+        == 0
     )
-    assert command(monkeypatch, "extract", *message) == 0
     assert (tmp_path / "another_friend.ran").exists()
 
 

@@ -181,7 +181,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class GalleryTile:
     """Similarities of a block of queries to some columns, which are gallery rows or distractors."""
 
     block: Block
@@ -218,13 +218,13 @@ class Tile:
             side.before += count_above(side_similarities, side.bounds, self.scratch)
 
 
-def tiles(
+def gallery_tiles(
     blocks: Sequence[Block],
     gallery: Descriptors,
     distractors: Descriptors | None,
     is_mirrored: bool,
     world: World,
-) -> Iterator[Tile]:
+) -> Iterator[GalleryTile]:
     """Yield this rank's tiles; those of all ranks cover all pairs of a query and a column.
 
     Tiles are the same on any number of ranks, so their similarities are the same bits. A tile is
@@ -256,7 +256,7 @@ def tiles(
                 size = len(block.rows) * len(part)
                 if buffers.shape[1] < size:
                     buffers = like.new_empty(2, size)
-                yield Tile(
+                yield GalleryTile(
                     block,
                     columns[start : start + width],
                     source is gallery,
@@ -273,7 +273,7 @@ def _strips(
     is_mirrored: bool,
 ) -> Iterator[tuple[Descriptors, int, range, Sequence[Block], Block | None]]:
     """Yield columns that are read together: their source, the number of its first row, the columns,
-    the blocks of queries to compare them with, and the mirror, see `Tile`.
+    the blocks of queries to compare them with, and the mirror, see `GalleryTile`.
     """
     images = len(gallery)
     height = max(CONVERTED_NUMBERS // gallery.shape[1], 1)

@@ -15,7 +15,7 @@ from raising import raises
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.model.backbone import read_state
+from distap.model.weights import read_state
 from docs.recipe_keys import recipe_keys
 
 VALID = {

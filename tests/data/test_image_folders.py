@@ -35,14 +35,16 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
     runs = {}
     for name, before, after in (("packed", "", "-shards"), ("files", "imagefolder:", "/")):
         train_on, test_on = (f"{before}{folders / split}{after}" for split in ("train", "test"))
-        changes = {
-            "data__validation": test_on,
-            "evaluation": {"every": 3},
-            "steps": 3,
-            "data__workers": 1,
-        }
         runs[name] = folders / name
-        train(World(), runs[name], [train_on], **changes)
+        train(
+            World(),
+            runs[name],
+            [train_on],
+            data__validation=test_on,
+            evaluation={"every": 3},
+            steps=3,
+            data__workers=1,
+        )
     assert losses(runs["files"]) == losses(runs["packed"]) and len(losses(runs["files"])) == 3
     ours, remaining = (parameters(run) for run in runs.values())
     assert all(np.array_equal(ours[name], remaining[name]) for name in remaining)

@@ -286,8 +286,18 @@ def test_a_list_s_own_names_of_columns_are_given(
     table.write_text(
         "file,sku,path,part\napple/0.png,012,x,test-query\napple/1.png,12,y,test-gallery\n"
     )
-    columns = ("--columns", "path=file,label=sku,split=part")
-    assert distap(monkeypatch, "data", "pack", table, tmp_path / "out", *columns) == 0
+    assert (
+        distap(
+            monkeypatch,
+            "data",
+            "pack",
+            table,
+            tmp_path / "out",
+            "--columns",
+            "path=file,label=sku,split=part",
+        )
+        == 0
+    )
     assert (
         "labels that differ by zeros in front are different classes, such as 012 and 12"
         in caplog.text

@@ -18,9 +18,10 @@ import distap as library
 from distap.apps.export.exporting import export_to_folder
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
-from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
+from distap.model.backbone import TimmBackbone
 from distap.model.network import build_network, fingerprint
 from distap.model.pooling import AutoPooling, GeM, GeMPooling, NamedPooling, Native
+from distap.model.weights import FileWeights, TimmWeights
 from distap.training.build import trained_network
 from distap.training.start_checks import checked_network
 from distap.world import World
@@ -210,12 +211,17 @@ def test_weights_of_another_size_are_resampled(tmp_path):
     """From a folder of timm and from a file alike."""
     saved = saved_by_timm(tmp_path)
     expected = resample_abs_pos_embed(saved.pos_embed, [6, 6], num_prefix_tokens=1)
-    options = {"arguments": {"dynamic_img_size": False}, "image_size": 96}
     for name, weights in (
         (f"local-dir:{tmp_path}", TimmWeights()),
         ("test_vit", FileWeights(tmp_path / WEIGHTS)),
     ):
-        network = build_network(TimmBackbone(name), weights, GeMPooling(), **options)
+        network = build_network(
+            TimmBackbone(name),
+            weights,
+            GeMPooling(),
+            arguments={"dynamic_img_size": False},
+            image_size=96,
+        )
         torch.testing.assert_close(network.backbone.pos_embed, expected)
         assert torch.equal(
             network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight

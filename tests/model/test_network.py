@@ -7,15 +7,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distap.errors import DistapError
-from distap.model.backbone import (
-    FileWeights,
-    PackageWeights,
-    TimmBackbone,
-    file_of_package,
-    read_state,
-)
+from distap.model.backbone import TimmBackbone
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
+from distap.model.weights import FileWeights, PackageWeights, file_of_package, read_state
 
 
 def network_with(backbone, weights):

@@ -54,13 +54,14 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(
     other = problem(78, 6, 4)
     memory = CrossBatchMemory(100)
     rank(normalize(other[0]), levels_of(other[1], depth), name, memory=memory)
-    of_memory = normalize(other[0]), levels_of(other[1], depth)
     assert_is(
         raw,
         levels,
         name,
         {**options, "weights": weights},
-        lambda d: newer_losses.graded(name, d, levels, *of_memory, weights, **options),
+        lambda d: newer_losses.graded(
+            name, d, levels, normalize(other[0]), levels_of(other[1], depth), weights, **options
+        ),
         memory,
     )
 
@@ -172,14 +173,15 @@ def test_csl_equals_the_definition_at_any_number_of_levels(seed, images, depth, 
     raw[3::3] = raw[0]  # duplicates, of several classes
     tree = levels_of(torch.arange(18), depth)
     margins = newer_losses.MARGINS
-    settings = {
-        "classes": 18,
-        "dimensions": 8,
-        "margins": margins,
-        "weights": weights,
-        "seed": seed,
-    }
-    module = ListwiseLoss("csl", tree=tree[:, 1:].tolist(), **settings).double()
+    module = ListwiseLoss(
+        "csl",
+        tree=tree[:, 1:].tolist(),
+        classes=18,
+        dimensions=8,
+        margins=margins,
+        weights=weights,
+        seed=seed,
+    ).double()
     leaf = raw.clone().requires_grad_()
     proxies = module.learned["proxies"].detach().clone().requires_grad_()
     same = raw.clone().requires_grad_()
@@ -244,8 +246,9 @@ def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
         -10,
         pytest.approx(math.log(10)),
     ]
-    gallery = normalize(other), other_labels, weights
-    expected = listwise_loss("sigmoid", normalize(same), labels, *gallery, **learned)
+    expected = listwise_loss(
+        "sigmoid", normalize(same), labels, normalize(other), other_labels, weights, **learned
+    )
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
     gradients = [leaf.grad, *(parameter.grad for parameter in module.learned.values())]

@@ -189,12 +189,15 @@ def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(
     tmp_path, training_shards, caplog
 ):
     train(World(), tmp_path, training_shards, steps=1)
-    changes = {
-        "memory": {"size": 30},
-        "optimizer": {"clip_norm": 1.0},
-        "data__validation": str(training_shards[1]),
-    }
-    train(World(), tmp_path, training_shards, steps=2, **changes)
+    train(
+        World(),
+        tmp_path,
+        training_shards,
+        steps=2,
+        memory={"size": 30},
+        optimizer={"clip_norm": 1.0},
+        data__validation=str(training_shards[1]),
+    )
     for line in (
         "memory.size: was 0, is 30",
         "optimizer.clip_norm: was null, is 1.0",

@@ -85,13 +85,20 @@ def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_pat
 
 def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, shards):
     names = ["H-AP", "NDCG"]
-    validation = {"data__validation": str(shards[0]), "data__unseen_classes": False}
     evaluation = {
         "at_start": False,
         "figures": names,
         "also": {"again": {"data": str(shards[0]), "figures": ["R@1"]}},
     }
-    train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
+    train(
+        World(),
+        tmp_path,
+        shards,
+        **GRADED,
+        data__validation=str(shards[0]),
+        data__unseen_classes=False,
+        evaluation=evaluation,
+    )
     (actual,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
     network = distap.load(tmp_path)
     index = load_index(shards[0])

@@ -76,9 +76,13 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
         "5",
         "6",
     ]
-    as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16}}
     train(
-        World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1}
+        World(),
+        tmp_path / "steps",
+        training_shards,
+        steps=6,
+        schedule={"name": "cosine", "warmup": 2.16},
+        optimizer={"learning_rate": 0.1},
     )
     assert losses(tmp_path / "steps") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 

@@ -257,13 +257,16 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
         config = {"architecture": "test_vit", "num_classes": 0, "pretrained_cfg": record}
         (tmp_path / "base/config.json").write_text(json.dumps(config))
         model |= {"weights": "timm", "backbone": f"local-dir:{weights.parent}"}
-    options = {
-        "optimizer": {"learning_rate": 0.02},
-        "data__image_size": 32,
-        "replay": {"size": 5},
-        "steps": 2,
-    }
-    train(World(), run, training_shards, model=model, **options)
+    train(
+        World(),
+        run,
+        training_shards,
+        model=model,
+        optimizer={"learning_rate": 0.02},
+        data__image_size=32,
+        replay={"size": 5},
+        steps=2,
+    )
     described_once = [entry["kept_share"] for entry in read_run_log(run) if "kept_share" in entry]
     assert described_once == [0, 1 if model.get("freeze") == "backbone" else 0]
     whole = distap.load(run, device="cpu")

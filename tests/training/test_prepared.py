@@ -42,9 +42,17 @@ def test_a_dry_run_refuses_more_ranks_than_a_batch_has_images(tmp_path, training
 
 
 def test_the_whitening_leaves_the_training_its_own_reader(tmp_path, training_shards):
-    changes = {"steps": 2, "model": WHITENED, "data__image_sizes": {0: 16, 0.5: 32}}
     for run in ("one", "other"):
-        prepared = prepare(recipe(tmp_path / run, training_shards, **changes), World())
+        prepared = prepare(
+            recipe(
+                tmp_path / run,
+                training_shards,
+                steps=2,
+                model=WHITENED,
+                data__image_sizes={0: 16, 0.5: 32},
+            ),
+            World(),
+        )
         assert prepared.images.job.steps == 0 and prepared.images.stopwatch.seconds == {}
         assert [size for _, size, _ in prepared.images.job.sizes] == [16, 32]
         assert Trainer(prepared, World()).train() == FINISHED

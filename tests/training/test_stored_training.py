@@ -90,9 +90,15 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
 ):
     store = tmp_path / "store"
     run = tmp_path / "run"
-    changes = {**STEPS, "checkpoint__store": f"file://{store}"}
     endpoint = Endpoint()
-    trainer = Trainer(prepare(recipe(run, training_shards, **changes), World(), endpoint), World())
+    trainer = Trainer(
+        prepare(
+            recipe(run, training_shards, **STEPS, checkpoint__store=f"file://{store}"),
+            World(),
+            endpoint,
+        ),
+        World(),
+    )
     step = trainer.step
 
     def blocked_after_the_probe(share, learning_rate):

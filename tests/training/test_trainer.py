@@ -273,8 +273,14 @@ def test_a_full_disk_costs_the_kept_evaluation_and_not_the_training(
     tmp_path, training_shards, caplog
 ):
     (tmp_path / "evaluations").write_text("a file where the folder should be")
-    settings = {"steps": 1, "data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
-    train(World(), tmp_path, training_shards, **settings)
+    train(
+        World(),
+        tmp_path,
+        training_shards,
+        steps=1,
+        data__validation=str(training_shards[1]),
+        evaluation={"every": 1},
+    )
     assert "the evaluation is not kept for the report" in caplog.text
     assert len([entry for entry in read_run_log(tmp_path) if "validation" in entry]) == 2
 
