@@ -118,6 +118,6 @@ def test_aliases_which_may_stand_for_billions_of_values_are_refused(tmp_path):
 
 def test_evil_weights_run_no_code(tmp_path):
     torch.save({"stem.weight": Evil(open, str(tmp_path / "evil"), "w")}, tmp_path / "weights.pt")
-    with raises("weights.not_readable", "weights.pt"):
+    with raises("weights.unreadable", "weights.pt"):
         read_state(tmp_path / "weights.pt")
     assert not (tmp_path / "evil").exists()

@@ -379,7 +379,7 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
         (
             labels_of([5] * 8),
             ClassesSampling(batch_size=15),
-            "sampling.batch_too_small",
+            "sampling.too_small",
             ["8", "16", "p_by_k"],
         ),
         (labels_of([1] * 7), ClassesSampling(batch_size=14), "sampling.too_few_images", ["7"]),

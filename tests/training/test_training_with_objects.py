@@ -304,7 +304,7 @@ def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folder
         (
             {},
             {"network": nn.Conv2d(3, 4, 3)},
-            "network.not_descriptors",
+            "network.no_descriptors",
             ["2", "4", "30"],
         ),
         ({}, {"network": nn.Linear(3, 4)}, "network.fails", ["2", "3", "32"]),
