@@ -24,15 +24,10 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling import RandomSampling
-from distap.model.backbone import (
-    FileWeights,
-    PackageWeights,
-    RandomWeights,
-    TimmBackbone,
-    TimmWeights,
-)
+from distap.model.backbone import TimmBackbone
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
+from distap.model.weights import FileWeights, PackageWeights, RandomWeights, TimmWeights
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
 from distap.stages.replica import Replica, autocast, computing_in

@@ -311,11 +311,10 @@ class Trainer:
         written = self.state.writer.wait()
         self._report_checkpoints()
         if written is not None and written.error is not None:
-            kind = UnreachableError if written.may_pass else DistapError
-            raise kind(
-                "checkpoint.not_written",
-                f"{written.where}: the last checkpoint cannot be written: {written.error}",
-            )
+            message = f"{written.where}: the last checkpoint cannot be written: {written.error}"
+            if written.may_pass:
+                raise UnreachableError("checkpoint.not_written", message)
+            raise DistapError("checkpoint.not_written", message)
 
     def _average_statistics(self) -> None:
         # With model.batchnorm `batch` each rank has seen other micro-batches, and would evaluate

@@ -54,8 +54,15 @@ def stepped(network, device, precision="float32", sizes=None, network_of=lambda 
     before = [parameter.detach().cpu().double().clone() for parameter in network.parameters()]
     optimizer = torch.optim.SGD(network.parameters(), lr=1000.0)
     learner = learning(network, optimizer, world, precision=precision)
-    options = {"max_drift": math.inf, "stopwatch": Stopwatch(device)}
-    step = step_with(learner, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8), **options)
+    step = step_with(
+        learner,
+        QuantizedAP(),
+        world,
+        0,
+        sizes or MicroBatchSizes(8),
+        max_drift=math.inf,
+        stopwatch=Stopwatch(device),
+    )
     batch = TensorBatch(noise(IMAGES), torch.arange(IMAGES) // 4, world, 1)
     batch.pixels = batch.pixels.pin_memory() if device.type == "cuda" else batch.pixels
     result = step(batch, 1000.0)
@@ -136,11 +143,11 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
-    actual, expected = rankings
-    assert float(actual.loss) == pytest.approx(float(expected.loss), rel=1e-4)
+    on_gpu, expected = rankings
+    assert float(on_gpu.loss) == pytest.approx(float(expected.loss), rel=1e-4)
     # its gradient is a difference of two rankings, of which near ties decide
     if name != "blackbox_ap":
-        assert distance(actual.gradient.double().cpu(), expected.gradient) < 1e-3
+        assert distance(on_gpu.gradient.double().cpu(), expected.gradient) < 1e-3
 
 
 def test_ranking_takes_a_share_of_the_free_memory():

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from plainness import nodes, plainness
 
 from benchmarks.trace import traced_step
 
@@ -19,6 +20,22 @@ MODULES = {
 }
 MOST_LINES_OF_A_FILE = 400
 MOST_LAYERS = 10
+# The size of the package, in expressions and statements, and how plainly it is written. Each number
+# may only fall (CONTRIBUTING.md says why they are here); a longer name, a keyword, a comment or a
+# wrapped line costs nothing.
+MOST_OF_PACKAGE = {
+    "nodes": 115_000,
+    "nodes a line": 5.8,
+    "pairs": 6,
+    "walruses": 1.5,
+    "pronouns": 4,
+    "packs": 0.4,
+    "branchy": 5,
+    "above 15": 12,
+    "above 20": 2,
+}
+LEAST_COMMENTS = 5  # percent of the lines of code
+MOST_OF_OTHERS = {"nodes a line": 5.8, "pairs": 6, "walruses": 1.5, "pronouns": 4, "packs": 0.4}
 MOST_FILES_OF_A_STEP = 30
 # expressions and statements that begin on the lines which one step runs
 MOST_NODES_OF_A_STEP = 5_800
@@ -29,6 +46,47 @@ MOST_FLOORS = 10
 def test_no_file_is_long():
     lines = {path: text.count("\n") for path, text in MODULES.items()}
     assert [path for path in lines if lines[path] > MOST_LINES_OF_A_FILE] == []
+
+
+def test_the_package_is_small_and_plain():
+    measures = plainness(MODULES.values())
+    above = {
+        name: measures[name] for name, most in MOST_OF_PACKAGE.items() if measures[name] > most
+    }
+    assert above == {}
+    assert measures["comments"] >= LEAST_COMMENTS
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests"])
+def test_benchmarks_and_tests_are_plain(folder):
+    measures = plainness(path.read_text() for path in sorted((ROOT / folder).rglob("*.py")))
+    assert {
+        name: measures[name] for name, most in MOST_OF_OTHERS.items() if measures[name] > most
+    } == {}
+
+
+def modules_imported(node: ast.AST, names: set[str]) -> set[str]:
+    """The modules, of those named, that a module imports when it runs, in its functions too."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return set()
+    imports = set().union(*(modules_imported(child, names) for child in ast.iter_child_nodes(node)))
+    if isinstance(node, ast.ImportFrom) and node.module:
+        places = (f"{node.module}.{alias.name}" for alias in node.names)
+        imports |= {place if place in names else node.module for place in places}
+    elif isinstance(node, ast.Import):
+        imports |= {alias.name for alias in node.names}
+    return imports & names
+
+
+def test_no_file_imports_itself_through_others():
+    files = {
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES
+    }
+    imports = {
+        name: modules_imported(ast.parse(MODULES[path]), set(files)) - {name}
+        for name, path in files.items()
+    }
+    TopologicalSorter(imports).prepare()  # which raises CycleError and names the circle
 
 
 def test_no_public_name_is_defined_twice():
@@ -123,14 +181,13 @@ def test_a_reader_of_the_step_has_few_files_and_expressions_to_read():
     """
     lines = traced_step()
     assert len(lines) <= MOST_FILES_OF_A_STEP, sorted(lines)
-    nodes = [
+    traced = [
         node
         for path, text in MODULES.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.expr | ast.stmt)
-        and node.lineno in lines.get(str(path.relative_to("distap")), ())
+        for node in nodes(ast.parse(text))
+        if node.lineno in lines.get(str(path.relative_to("distap")), ())
     ]
-    assert len(nodes) <= MOST_NODES_OF_A_STEP
+    assert len(traced) <= MOST_NODES_OF_A_STEP
 
 
 def test_the_library_has_few_names_and_import_needs_no_torch():

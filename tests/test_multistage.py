@@ -9,6 +9,7 @@ import torch
 from batches import small_images, small_network
 from definitions import built, defined, levels_of, virtual_images
 from pytorch_metric_learning.losses import ContrastiveLoss
+from raising import raises
 from ranks import on_ranks
 from reference import listwise_loss
 from torch import nn
@@ -44,18 +45,18 @@ def full_batch(name="ap_q", make=small_network):
     images."""
     network = make()
     images, labels = small_images(IMAGES)
-    own_row = []
+    parameters = []
     virtual = ()
     if name != OTHER:
-        own_row = [parameter.detach().requires_grad_() for parameter in loss_of(name).parameters]
+        parameters = [parameter.detach().requires_grad_() for parameter in loss_of(name).parameters]
     if name == "simix":
         virtual = virtual_images(labels, loss_of(name), lambda loss: one_process(network, loss, 4))
     descriptors = normalize(network(images))
     value = ContrastiveLoss()(descriptors, labels)
     if name != OTHER:
-        value = defined(name, descriptors, levels_of(labels), own_row, virtual)
+        value = defined(name, descriptors, levels_of(labels), parameters, virtual)
     value.backward()
-    return value.item(), [parameter.grad for parameter in (*network.parameters(), *own_row)]
+    return value.item(), [parameter.grad for parameter in (*network.parameters(), *parameters)]
 
 
 def one_process(network, loss, size, **options):
@@ -292,19 +293,20 @@ def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(
 
 
 @pytest.mark.parametrize(
-    ("output", "pooling", "message"),
+    ("output", "pooling", "code", "names"),
     [
         (
             None,
             None,
-            r"a dict with hidden for 3 images; descriptors \(n, C\) are expected: name a field",
+            "network.no_descriptors",
+            ["3"],
         ),
-        ("pooler_output", "cls", "a dict with hidden for 3 images, without 'pooler_output'"),
-        ("hidden", "token", "pooling: 'token': must be 'cls', 'cls_mean'"),
+        ("pooler_output", "cls", "network.no_descriptors", ["3", "pooler_output"]),
+        ("hidden", "token", "recipe.value", ["pooling", "token", "cls", "cls_mean"]),
     ],
 )
-def test_a_field_or_pooling_that_a_network_does_not_have_is_named(output, pooling, message):
-    with pytest.raises(DistapError, match=message):
+def test_a_field_or_pooling_that_a_network_does_not_have_is_named(output, pooling, code, names):
+    with raises(code, *names):
         Multistage(Hidden(tokens), output=output, pooling=pooling)(*small_images(IMAGES))
 
 

@@ -206,8 +206,8 @@ def test_ranks_get_the_loss_and_the_gradient_of_the_whole_batch(
 ):
     loss, gradients = expected(use)
     for of_rank in on_two_and_three_ranks[ranks]:
-        value, actual, drift = of_rank[wrapper, use]
+        value, actual_gradients, drift = of_rank[wrapper, use]
         assert value == pytest.approx(loss, rel=NEAR)
         assert drift < NEAR
-        for gradient, reference in zip(actual, gradients, strict=True):
+        for gradient, reference in zip(actual_gradients, gradients, strict=True):
             assert (gradient - reference).abs().max() <= NEAR * reference.abs().max() + 1e-15

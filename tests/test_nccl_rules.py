@@ -220,11 +220,11 @@ def shared(world):
     """What ranks share in a training and an evaluation."""
     with twin_device() as device, nccl_rules():
         world, shown = replace(world, device=device), []
-        actual = everything(world)
+        results = everything(world)
         SharedProgress(world, shown.append, lambda: False).finish()
         gathered = world.gather_values({"rank": world.rank})
         world.barrier()
-        return *actual, shown, gathered
+        return *results, shown, gathered
 
 
 def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
@@ -232,9 +232,9 @@ def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
     size = 3
     for rank, (own_losses, own_figures, shown, gathered) in enumerate(on_ranks(size, shared)):
         for name, (*expected, rows) in losses.items():
-            *actual, own_row = own_losses[name]
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(own_row, rows[rank::size], rtol=1e-4, atol=1e-6)
+            *values_of_loss, own_rows = own_losses[name]
+            torch.testing.assert_close(values_of_loss, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own_rows, rows[rank::size], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(own_figures, figures, rtol=0, atol=0, equal_nan=True)
         assert shown == [0] and gathered == [{"rank": index} for index in range(size)]
 

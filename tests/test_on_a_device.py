@@ -31,9 +31,9 @@ def trained(device, keep=0):
     step = step_with(
         learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device)
     )
-    with watching() as actual:
+    with watching() as moved:
         for stage in ("describe", "_run_passes"):
-            watched(step.stages, stage, actual, waits[stage])
+            watched(step.stages, stage, moved, waits[stage])
         batch = TensorBatch(*small_images(IMAGES), world, 1)
         if device.type != "cpu":
             batch.pixels = batch.pixels.pin_memory()
@@ -41,13 +41,13 @@ def trained(device, keep=0):
     return result, [values(engine).detach() for engine in network.parameters()], dict(waits)
 
 
-def watched(step, name, actual, waits):
+def watched(step, name, moved, waits):
     stage = getattr(step, name)
 
     def watch(*arguments):
-        actual.clear()
+        moved.clear()
         result = stage(*arguments)
-        waits.update(actual)
+        waits.update(moved)
         return result
 
     setattr(step, name, watch)

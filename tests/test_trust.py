@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import distap as command
 from launching import Program, started
+from raising import raises
 from small_trainings import recipe
 
 import distap
@@ -61,9 +62,18 @@ def index(tmp_path_factory, run, photos) -> Path:
     """An index of the run's descriptors."""
     folder = tmp_path_factory.mktemp("indexed")
     with pytest.MonkeyPatch.context() as patch:
-        keys = ("evaluation.sizing=side 40", "data.workers=0")
         assert (
-            command(patch, "extract", photos, folder / "extracted", "--checkpoint", run, *keys) == 0
+            command(
+                patch,
+                "extract",
+                photos,
+                folder / "extracted",
+                "--checkpoint",
+                run,
+                "evaluation.sizing=side 40",
+                "data.workers=0",
+            )
+            == 0
         )
         assert command(patch, "index", folder / "extracted", folder / "index") == 0
     return folder / "index"
@@ -112,7 +122,7 @@ NAMING = [
 @pytest.mark.parametrize("model", NAMING, ids=str)
 @pytest.mark.parametrize("made", [of_stranger, exported])
 def test_loading_imports_no_class_that_a_record_names(tmp_path, run, ran, made, model):
-    with pytest.raises(DistapError, match=r"'stranger:Part' is a class.*trust=True"):
+    with raises("recipe.value", "stranger:Part"):
         distap.load(made(run, tmp_path / "taken", **model), device="cpu")
     assert not ran.exists()
 
@@ -191,7 +201,7 @@ def test_a_training_that_begins_from_a_run_imports_no_class_that_its_record_name
 ):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
     weights = {"name": "run", "path": str(taken)}
-    with pytest.raises(DistapError, match="'stranger:Part' is a class"):
+    with raises("recipe.value", "stranger:Part"):
         saved_run(
             tmp_path / "run", training_shards, model={"backbone": "test_resnet", "weights": weights}
         )
@@ -202,7 +212,7 @@ def test_a_training_that_begins_from_a_run_imports_no_class_that_its_record_name
 def test_an_architecture_from_elsewhere_that_a_record_names_is_not_read(
     tmp_path, run, architecture
 ):
-    with pytest.raises(DistapError, match=rf"read from {architecture}.*trust=True"):
+    with raises("network.untrusted", architecture):
         distap.load(of_stranger(run, tmp_path / "taken", backbone=architecture), device="cpu")
 
 
@@ -211,13 +221,13 @@ def test_a_record_with_an_empty_base_is_that_of_a_whole_network(tmp_path, run):
     config = json.loads((folder / "config.json").read_text())
     config["distap"]["base"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DistapError, match=r"read from local-dir:/elsewhere.*trust=True"):
+    with raises("network.untrusted", "local-dir:/elsewhere"):
         distap.load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "cache_dir"])
 def test_an_argument_by_which_timm_reads_files_elsewhere_is_refused(tmp_path, run, argument):
-    with pytest.raises(DistapError, match=rf"model.arguments.{argument}: distap sets it"):
+    with raises("network.reserved_argument", argument, "model.arguments"):
         distap.load(
             of_stranger(run, tmp_path / "taken", arguments={argument: "/elsewhere"}), device="cpu"
         )
@@ -229,7 +239,7 @@ def test_a_config_cannot_say_itself_that_it_is_trusted(tmp_path, run, ran):
     config |= {"trust": True, "trusts": True, "trusted": True}
     config["distap"] |= {"trust": True, "trusted": True}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DistapError, match="'stranger:Part' is a class"):
+    with raises("recipe.value", "stranger:Part"):
         distap.load(folder, device="cpu")
     assert not ran.exists()
 
@@ -250,16 +260,20 @@ def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(
     tmp_path, monkeypatch, run, photos
 ):
     taken = of_friend(tmp_path, monkeypatch, run, "another_friend")
-    message = (
-        photos,
-        tmp_path / "out",
-        "--checkpoint",
-        taken,
-        "--trust",
-        "data.workers=0",
-        "evaluation.sizing=side 40",
+    assert (
+        command(
+            monkeypatch,
+            "extract",
+            photos,
+            tmp_path / "out",
+            "--checkpoint",
+            taken,
+            "--trust",
+            "data.workers=0",
+            "evaluation.sizing=side 40",
+        )
+        == 0
     )
-    assert command(monkeypatch, "extract", *message) == 0
     assert (tmp_path / "another_friend.ran").exists()
 
 

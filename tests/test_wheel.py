@@ -127,7 +127,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed):
 
 def test_the_sdist_holds_the_package_and_what_builds_it(installed):
     with tarfile.open(installed.sdist) as sdist:
-        names = [actual.name.partition("/")[2] for actual in sdist if actual.isfile()]
+        names = [member.name.partition("/")[2] for member in sdist if member.isfile()]
     beside = {path.name for path in installed.source.iterdir() if path.is_file()}
     assert without_metadata(names) == package_in(installed.source) | beside
     assert {"LICENSE", "README.md", "setup.py"} <= beside
@@ -145,8 +145,8 @@ def test_links_of_the_description_lead_to_files_of_this_version(installed):
         for picture, link in links
         if "github.com/distap" in link
     ]
-    assert [actual[2] for _, actual in ours if not (ROOT / actual[2]).exists()] == []
-    assert all((actual[1] == "raw") == bool(picture) for picture, actual in ours)
+    assert [match[2] for _, match in ours if not (ROOT / match[2]).exists()] == []
+    assert all((match[1] == "raw") == bool(picture) for picture, match in ours)
 
 
 def test_the_library_and_the_commands_run_outside_the_repository(

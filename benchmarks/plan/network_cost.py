@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
-from distap.model.backbone import RandomWeights
+from distap.model.weights import RandomWeights
 from distap.stages.replica import autocast
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of

@@ -318,22 +318,28 @@ class Tuning:
         )
         settings = self.with_values(complete[0].params, share=1)
         settings["run"] = f"{self.recipe.run}-tuned"
-        values = {
-            "config": self.config,
-            "headings": ["trial", *self.space, FIGURE],
-            "rows": [
-                self.row(trial)
-                for trial in self.study.trials
-                if trial.state.is_finished() and REPEATS not in trial.user_attrs
-            ],
-        }
+        headings = ["trial", *self.space, FIGURE]
+        rows = [
+            self.row(trial)
+            for trial in self.study.trials
+            if trial.state.is_finished() and REPEATS not in trial.user_attrs
+        ]
         recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
-            values,
+            config=self.config,
+            headings=headings,
+            rows=rows,
             whole=[*map(self.row, complete)],
             settings=yaml.safe_dump(settings, sort_keys=False),
         )
         write_whole(self.folder / TUNED, recipe)
-        write_page(self.folder / TUNING_PAGE, "tuning.html", recipe=recipe, **values)
+        write_page(
+            self.folder / TUNING_PAGE,
+            "tuning.html",
+            config=self.config,
+            headings=headings,
+            rows=rows,
+            recipe=recipe,
+        )
 
     def row(self, trial: FrozenTrial) -> list[str]:
         """Return a trial's number, its values, and its figure in percent, or why there is none."""

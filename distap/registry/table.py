@@ -58,10 +58,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "timm": "distap.model.backbone:TimmBackbone",
     },
     "weights": {
-        "timm": "distap.model.backbone:TimmWeights",
-        "random": "distap.model.backbone:RandomWeights",
-        "file": "distap.model.backbone:FileWeights",
-        "package": "distap.model.backbone:PackageWeights",
+        "timm": "distap.model.weights:TimmWeights",
+        "random": "distap.model.weights:RandomWeights",
+        "file": "distap.model.weights:FileWeights",
+        "package": "distap.model.weights:PackageWeights",
         "run": "distap.model.trained:RunWeights",
     },
     "pooling": {

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from distap.retrieval.figures import GRADED, figures_named
-from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY_BOUNDS, Block, Ties, tiles
+from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY_BOUNDS, Block, Ties, gallery_tiles
 from distap.retrieval.row_blocks import Descriptors, on_device, require_same_dimensions, taken
 from distap.retrieval.truth import NONE, Truth
 from distap.world import ALONE, World
@@ -96,7 +96,7 @@ def evaluate_descriptors(
         blocks = [sides.block(places, ties) for places in places_of_blocks]
         for block in blocks:
             block.start(sides.gallery, neighbours)
-        for tile in tiles(blocks, sides.gallery, distractors, sides.is_mirrored, world):
+        for tile in gallery_tiles(blocks, sides.gallery, distractors, sides.is_mirrored, world):
             tile.count()
         for block in blocks:
             block.finish(world, sides.order if sides.is_mirrored else None)

@@ -189,7 +189,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class GalleryTile:
     """Similarities of a block of queries to some columns, which are gallery rows or distractors."""
 
     block: Block
@@ -226,13 +226,13 @@ class Tile:
             side.before += count_above(side_similarities, side.bounds, self.scratch)
 
 
-def tiles(
+def gallery_tiles(
     blocks: Sequence[Block],
     gallery: Descriptors,
     distractors: Descriptors | None,
     is_mirrored: bool,
     world: World,
-) -> Iterator[Tile]:
+) -> Iterator[GalleryTile]:
     """Yield this rank's tiles; those of all ranks cover all pairs of a query and a column.
 
     Tiles are the same on any number of ranks, so their similarities are the same bits. A tile is
@@ -267,7 +267,7 @@ def tiles(
                 size = len(block.rows) * len(part)
                 if buffers.shape[1] < size:
                     buffers = like.new_empty(2, size)
-                yield Tile(
+                yield GalleryTile(
                     block,
                     columns[start : start + width],
                     strip.source is gallery,
@@ -285,7 +285,7 @@ class _Strip(NamedTuple):
     offset: int  # column of the source's first row
     columns: range
     blocks: Sequence[Block]
-    mirror: Block | None = None  # see `Tile`
+    mirror: Block | None = None  # see `GalleryTile`
 
 
 def _strips(

@@ -17,10 +17,11 @@ from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.sets import open_set
 from distap.model.adapters import freeze
-from distap.model.backbone import RandomWeights, TimmBackbone
+from distap.model.backbone import TimmBackbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
+from distap.model.weights import RandomWeights
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part

@@ -9,8 +9,8 @@ from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
 from distap.evaluation.describing import describing_of_set
 from distap.evaluation.evaluation_set import EvaluationSet
-from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
+from distap.model.weights import RandomWeights
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.training.build import images_of, learner_of, loss_of, step_of

@@ -12,6 +12,7 @@ from browser import DESKTOP, PHONE
 from commands import distap
 from extractions import describe_files
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
+from raising import raises
 
 from distap.apps.search import open_searcher, open_thumbnails, queries_from
 from distap.data.loading.reader import open_images
@@ -68,7 +69,7 @@ def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind
 def test_keys_need_no_network_and_images_do(gallery):
     searcher = open_searcher(gallery.index, world=World())
     assert len(searcher.by_key(str(searcher.index.keys[0]), 3)) == 3
-    with pytest.raises(DistapError, match="name its run with --checkpoint"):
+    with raises("search.needs_network", "--checkpoint"):
         searcher.by_image(upload(0), 3)
 
 
@@ -89,7 +90,7 @@ def test_an_index_of_whitened_descriptors_asks_for_the_whitening(
         == 0
     )
     assert distap(monkeypatch, "index", tmp_path / "d", tmp_path / "index") == 0
-    with pytest.raises(DistapError, match="name its file with --whitening"):
+    with raises("descriptors.whitening_missing", "--whitening"):
         open_searcher(tmp_path / "index", gallery.run, world=World())
     searcher = open_searcher(
         tmp_path / "index", gallery.run, tmp_path / "w.safetensors", world=World()

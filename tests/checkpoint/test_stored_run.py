@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from moto.backends import get_backend
+from raising import raises
 from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import SHARD, beside, checkpoints_of, writer_to
 
 from distap.checkpoint.finding import newest_checkpoint
-from distap.errors import DistapError
 from distap.storage import remotes
 from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
@@ -98,9 +98,7 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         assert newest(store, tmp_path / "second")[0] == 2
         for file in (SHARD.format(1), "state.json"):
             flip(store, "step-00000002", file)
-        with pytest.raises(
-            DistapError, match=rf"{url}: none of the 2 .*step-00000003.*state\.json"
-        ):
+        with raises("checkpoint.all_damaged", url, "2", "00000003", "state.json"):
             newest(store, tmp_path / "second")
     assert not [path for host in ("first", "second") for path in (tmp_path / host).glob("*")]
 

@@ -48,14 +48,35 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(
     )
     whitening = learned_whitening(descriptors, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
-    whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
-    assert distap(monkeypatch, "extract", *options, *whitened) == 0
+    assert (
+        distap(
+            monkeypatch,
+            "extract",
+            *options,
+            "--whitening",
+            tmp_path / "whitening",
+            photos,
+            tmp_path / "whitened",
+            *keys,
+        )
+        == 0
+    )
     expected = whitened_reference(whitening, descriptors.descriptors)
     np.testing.assert_allclose(
         read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02
     )
-    cut = (photos, tmp_path / "cut", *keys, "evaluation.dimensions=24")
-    assert distap(monkeypatch, "extract", *options, *cut) == 0
+    assert (
+        distap(
+            monkeypatch,
+            "extract",
+            *options,
+            photos,
+            tmp_path / "cut",
+            *keys,
+            "evaluation.dimensions=24",
+        )
+        == 0
+    )
     expected = unit(descriptors.descriptors[:, :24].astype(np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "cut").descriptors, expected, atol=0.002)
     assert descriptors.described_by.antialias

@@ -75,13 +75,15 @@ def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, traini
     capfd.readouterr()
     assert distap(monkeypatch, "report", tmp_path / "run", "--json") == 0
     assert json.loads(capfd.readouterr().out)["summary"]["after"]["mAP"] > 0
-    actual = tmp_path / "found"
+    described = tmp_path / "found"
     assert (
-        distap(monkeypatch, "extract", training_shards[0], actual, "--checkpoint", tmp_path / "run")
+        distap(
+            monkeypatch, "extract", training_shards[0], described, "--checkpoint", tmp_path / "run"
+        )
         == 0
     )
     capfd.readouterr()
-    assert distap(monkeypatch, "index", actual, tmp_path / "index", "--json") == 0
+    assert distap(monkeypatch, "index", described, tmp_path / "index", "--json") == 0
     indexed = json.loads(capfd.readouterr().out)
     assert indexed["images"] == 54 and indexed["recall"] == 1
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
+from raising import raises
 
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
@@ -62,7 +63,7 @@ def samples(data):
 
 
 def refusal(data):
-    with pytest.raises(DistapError, match=r"x\.tar: ") as error:
+    with raises("data.damaged_shard", "x.tar") as error:
         samples(data)
     return str(error.value)
 
@@ -114,11 +115,11 @@ def headers(data):
 
 def test_every_writer_s_shards_are_read_whole(sound):
     for name, data in sound.items():
-        actual = samples(data)
-        assert [label for _, label, _ in actual] == (
+        read = samples(data)
+        assert [label for _, label, _ in read] == (
             [n % 3 for n in range(8)] if name == "ours" else list(range(8))
         ), name
-        assert [crc for _, _, crc in actual] == [zlib.crc32(png(30 * n)) for n in range(8)], name
+        assert [crc for _, _, crc in read] == [zlib.crc32(png(30 * n)) for n in range(8)], name
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
@@ -246,9 +247,7 @@ def test_a_compressed_shard_is_told_from_a_damaged_one(packed, remedy, tmp_path)
         in refusal(data)
     )
     (tmp_path / "0.tar.gz").write_bytes(data)
-    with pytest.raises(
-        DistapError, match=r"no \.tar shards in it, but 0\.tar\.gz; .* unpack it to a plain \.tar"
-    ):
+    with raises("data.empty", "0.tar.gz"):
         index_shards(tmp_path)
 
 
@@ -264,9 +263,9 @@ def test_what_macos_and_other_systems_add_to_a_tar_is_passed_over():
 
 @pytest.mark.parametrize("word", ["-1", "nan", "None", ""])
 def test_an_image_without_a_class_is_left_out(word):
-    actual = samples(archive([*sample_members("a", word), *sample_members("b")]))
-    assert [item[0] for item in actual] == ["a", "b"]
-    assert actual[0] == Skipped("a", f"images without a class: its .cls is {word!r}")
+    read = samples(archive([*sample_members("a", word), *sample_members("b")]))
+    assert [item[0] for item in read] == ["a", "b"]
+    assert read[0] == Skipped("a", f"images without a class: its .cls is {word!r}")
 
 
 @pytest.mark.parametrize("key", ["a\n2026-11-25 ERROR forged", "a\x1b[2J", "a" * 5000, "é" * 2049])
@@ -295,7 +294,7 @@ def test_all_damaged_shards_are_listed(shards):
     shutil.copy(shards / "000000.tar", shards / "000003.tar")
     for name in ("000000.tar", "000002.tar"):
         (shards / name).write_bytes((shards / name).read_bytes()[:-2000])
-    with pytest.raises(DistapError, match="2 of 4 shards cannot be used") as error:
+    with raises("data.damaged_shard", "2", "4") as error:
         index_shards(shards)
     lines = str(error.value).splitlines()[1:]
     assert [
@@ -374,14 +373,9 @@ def test_coarser_classes_are_read_from_json_members(tmp_path):
     (tmp_path / "1.tar").write_bytes(
         archive(with_levels("c", 7, genus="Corvus", family="Corvidae"))
     )
-    with pytest.raises(
-        DistapError,
-        match=(
-            r"1\.tar: key 'c': class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
-        ),
-    ):
+    with raises("data.crossing_levels", "1.tar", "c", "7", "0", "Corvus", "Pica"):
         index_shards(tmp_path, levels=["genus", "family"])
-    with pytest.raises(DistapError, match=r"key 'a' lacks levels in its \.json: KeyError"):
+    with raises("data.damaged_shard", "a", "json", "KeyError"):
         index_shards(tmp_path, levels=["order"])
 
 
@@ -390,9 +384,7 @@ def test_a_class_name_that_an_evaluation_could_not_tell_apart_is_refused_with_it
     shards, name
 ):
     (shards / "classes.txt").write_text(f"apple\tfruit\n{name}\tcompany\ncar\tthing\n")
-    with pytest.raises(
-        DistapError, match=r"classes.txt, line 2: class name .* each class needs its own"
-    ):
+    with raises("data.wrong_class_name", "classes.txt", "2"):
         index_shards(shards)
 
 
@@ -419,9 +411,7 @@ def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
     # of which a knows nothing: both have a class 0
     names = tmp_path / "parts" / "b" / "classes.txt"
     names.write_text("cat\ndog\nhen\n")
-    with pytest.raises(
-        DistapError, match=r"b/classes\.txt numbers the classes of its folder alone"
-    ):
+    with raises("data.several_numberings", "b/classes.txt"):
         index_shards(source)
     shutil.copy(names, tmp_path / "parts")
     assert "cat" in index_shards(source)[0].class_name
@@ -431,27 +421,25 @@ def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
     shard = shards / "000001.tar"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-512])
-    with pytest.raises(DistapError, match=r"000001\.tar: .* when it was indexed"):
+    with raises("data.changed_shard", "000001.tar"):
         load_index(shards)
     shard.unlink()
-    with pytest.raises(DistapError, match=r"000001\.tar: there is no such file"):
+    with raises("storage.missing", "000001.tar"):
         load_index(shards)
 
 
 def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
-    with pytest.raises(DistapError, match="nowhere: no such data set"):
+    with raises("data.missing", "nowhere"):
         load_index(tmp_path / "nowhere")
     (tmp_path / "list.csv").write_text("path,label")
-    with pytest.raises(
-        DistapError, match=r"list\.csv: a file, and no folder of shards; `distap data pack`"
-    ):
+    with raises("data.no_shards", "list.csv"):
         load_index(tmp_path / "list.csv")
     path = shards / "index.npz"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DistapError, match=r"index\.npz: not a readable index"):
+    with raises("data.damaged_index", "index.npz"):
         load_index(shards)
     path.unlink()
-    with pytest.raises(DistapError, match=r"no index\.npz in it"):
+    with raises("data.missing_index", "index.npz"):
         load_index(shards)
 
 

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 import torch
+from raising import raises
 
 from distap.data.shards.parallel import LostWorkerError, map_in_processes
 from distap.errors import DistapError
@@ -65,5 +66,5 @@ def exhaust(number):
 
 
 def test_memory_that_runs_out_in_a_worker_is_told_as_a_lost_worker():
-    with pytest.raises(LostWorkerError, match="DefaultCPUAllocator"):
+    with raises("run.lost_worker", "DefaultCPUAllocator", kind=LostWorkerError):
         map_in_processes(exhaust, range(4), 2)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from batches import small_network
 from images import damage, indexed_images, write_images
+from raising import raises
 from ranks import on_ranks
 from steps import learning, step_with
 
@@ -12,7 +13,6 @@ from benchmarks.photos import pack
 from distap.data.loading.share import NO_SAMPLE, HeldPixels
 from distap.data.shards.index import load_index
 from distap.data.sizing import PixelSettings
-from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.world import World
@@ -180,7 +180,7 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
 def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
     disk = small_disk("1m")
     images = indexed_images(shards, 9, size=256, pixels=PixelSettings(0, disk))
-    with pytest.raises(DistapError, match=rf"{disk}: .* No space left on device"):
+    with raises("storage.no_room", disk):
         images.shares(range(1))
 
 
@@ -198,7 +198,5 @@ def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
 def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
     (tmp_path / "file").write_text("")
     settings = PixelSettings(0, tmp_path / folder)
-    with pytest.raises(
-        DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"
-    ):
+    with raises("storage.no_room", folder, "data.pixels.spool_folder"):
         HeldPixels(settings, (1, 3, 8, 8), torch.uint8, pinned=False)

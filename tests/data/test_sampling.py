@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from distap.data.plan import Classes, Plan, in_turn
 from distap.data.sampling import (
@@ -329,7 +330,7 @@ def test_no_image_of_a_batch_of_some_of_each_class_is_alone_in_its_class(plan, s
 
 def test_an_odd_batch_of_classes_of_two_images_is_refused_and_never_advised():
     data = Classes(labels_of([2] * 9))
-    with pytest.raises(DistapError, match="3 classes x 3 images = 9 a batch, an odd number"):
+    with raises("sampling.lone_image", "3", "9"):
         Plan(data, PByKSampling(classes=3, images=3), 0)
     assert data.most(3) == 6
 
@@ -337,9 +338,7 @@ def test_an_odd_batch_of_classes_of_two_images_is_refused_and_never_advised():
 def test_an_odd_batch_of_two_super_categories_of_pairs_is_refused_by_their_names():
     levels = np.array([["cup"]] * 9 + [["pen"]] * 9 + [["hat"]] * 9)
     data = Classes(labels_of([2] * 18 + [4] * 9), levels=levels)
-    with pytest.raises(
-        DistapError, match="odd number, but no class of 'cup' and 'pen' has more than two images"
-    ):
+    with raises("sampling.lone_image", "cup", "pen"):
         Plan(data, SuperPByKSampling(classes=3, images=3), 0)
 
 
@@ -375,40 +374,41 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
 
 
 @pytest.mark.parametrize(
-    ("classes", "sampling", "message"),
+    ("classes", "sampling", "code", "names"),
     [
         (
             labels_of([5] * 8),
             ClassesSampling(batch_size=15),
-            "8 classes: set it to 16 or more, or choose p_by_k",
+            "sampling.too_small",
+            ["8", "16", "p_by_k"],
         ),
-        (labels_of([1] * 7), ClassesSampling(batch_size=14), "the data set has only 7 images"),
-        (MANY, RandomSampling(batch_size=1000), "batch_size is 1000, but the data set has only"),
-        (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
-        (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
+        (labels_of([1] * 7), ClassesSampling(batch_size=14), "sampling.too_few_images", ["7"]),
+        (MANY, RandomSampling(batch_size=1000), "sampling.too_few_images", ["batch_size", "1000"]),
+        (MANY, PByKSampling(classes=36, images=2), "sampling.too_few_classes", ["34"]),
+        (MANY, PByKSampling(classes=34, images=7), "sampling.too_few_images", []),
         (
             SIX,
             PByKSampling(classes=4, balance=2),
-            "sampling.balance is 2; the index has 1 levels of coarser",
+            "sampling.unknown_level",
+            ["sampling.balance", "2", "1"],
         ),
-        (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
+        (labels_of([5] * 8), SuperPByKSampling(), "sampling.no_super_categories", ["0", "8"]),
         (
             super_labels([[3, 3]]),
             SuperPByKSampling(classes=2, images=2),
-            "the index has 1, and 0 classes without",
+            "sampling.no_super_categories",
+            ["1", "0"],
         ),
         (
             super_labels([[3, 3], [4, 4]]),
             SuperPByKSampling(classes=4, images=4),
-            (
-                r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and no other one has"
-                r" enough"
-            ),
+            "sampling.too_few_images",
+            ["4", "16", "group-0", "6"],
         ),
     ],
 )
-def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
-    with pytest.raises(DistapError, match=message):
+def test_what_a_data_set_cannot_give_is_refused(classes, sampling, code, names):
+    with raises(code, *names):
         Plan(classes if isinstance(classes, Classes) else Classes(classes), sampling, 0)
 
 
@@ -417,7 +417,7 @@ def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
     [("random", "batch_size", 1), ("p_by_k", "images", 1), ("super_p_by_k", "classes", 1)],
 )
 def test_a_batch_without_two_images_to_compare_is_refused_when_the_recipe_is_read(name, key, value):
-    with pytest.raises(DistapError, match=f"{key}: 1: must be greater than or equal to 2"):
+    with raises("recipe.value", key, "1", "2"):
         build_part("sampling", name, **{key: value})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from extractions import describer, extract
 from images import write_images
+from raising import raises
 from torchvision.datasets import ImageFolder
 
 import distap
@@ -104,9 +105,7 @@ def test_one_class_within_two_coarser_classes_is_refused_when_its_names_meet(fol
     replace(
         old, class_name=np.array(names), class_levels=np.array([["a"], ["b"], ["c"], ["d"]])
     ).save(shards)
-    with pytest.raises(
-        DistapError, match="class 'Café' of level 0 is in 'b' of level 1, but in 'a' before"
-    ):
+    with raises("data.crossing_levels", "Café", "0", "b", "1", "a"):
         load_index(shards)
 
 

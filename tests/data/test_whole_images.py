@@ -5,6 +5,7 @@ from extractions import encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from raising import raises
 from torchvision.transforms import v2
 
 from benchmarks.photos import pack, photo
@@ -14,7 +15,6 @@ from distap.data.images.whole_images import batches_of_one_shape, sized_chunks
 from distap.data.loading.reader import open_images
 from distap.data.shards.indexing import index_shards
 from distap.data.sizing import Sizing
-from distap.errors import DistapError
 
 ORIENTATION = 0x0112
 PHOTO = photo(120, 80, seed=0)
@@ -52,7 +52,7 @@ def test_a_sizing_is_written_and_read_as_text(text):
     ],
 )
 def test_a_sizing_that_is_none_is_refused(text):
-    with pytest.raises(DistapError, match="expected `crop N`, `side N` or `original`"):
+    with raises("image.unknown_sizing"):
         Sizing.parse(text)
 
 
@@ -175,9 +175,7 @@ def test_an_image_that_has_gone_or_cannot_be_read_is_damaged(folder):
 
 
 def test_a_folder_without_images_is_refused(tmp_path):
-    with pytest.raises(
-        DistapError, match=r"the data set is empty; expected JPEG, .* files or shards"
-    ):
+    with raises("data.empty", "JPEG"):
         open_images(tmp_path)
 
 
@@ -186,7 +184,7 @@ def test_a_folder_without_images_is_refused(tmp_path):
 
 def test_a_folder_with_shards_but_no_index_is_not_taken_for_images(shards):
     (shards / "index.npz").unlink()
-    with pytest.raises(DistapError, match="distap data index"):
+    with raises("data.missing_index"):
         open_images(shards)
 
 

@@ -170,9 +170,9 @@ def test_every_command_of_the_documents_parses(document):
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line):
-    (actual,) = lines_of(f"Start it with `{line}`.")
+    (command,) = lines_of(f"Start it with `{line}`.")
     with pytest.raises((Exception, SystemExit)):
-        check(words_of(actual))
+        check(words_of(command))
 
 
 def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch):

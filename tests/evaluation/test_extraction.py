@@ -108,14 +108,14 @@ def test_boxes_are_cut_out_first(photos):
     maker = describer("original")
     images = open_images(photos)
     boxes = {images.keys.tolist().index("0/00.png"): (4, 4, 30, 28), 17: (0, 0, 20, 20)}
-    _, actual, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
+    _, extracted, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
     _, plain, _ = extract_descriptors(in_process(maker, images))
     for row, key in enumerate(images.keys.tolist()):
         if row not in boxes:
-            np.testing.assert_allclose(actual[row], plain[row], atol=1e-6)
+            np.testing.assert_allclose(extracted[row], plain[row], atol=1e-6)
             continue
         cut = encoded(Image.open(photos / key).crop(boxes[row]))
-        np.testing.assert_allclose(actual[row], describe_files(maker, [cut])[0], atol=1e-6)
+        np.testing.assert_allclose(extracted[row], describe_files(maker, [cut])[0], atol=1e-6)
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path, photos):

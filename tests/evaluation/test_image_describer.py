@@ -41,9 +41,9 @@ def test_a_network_in_training_is_described_as_in_evaluation_and_goes_on_trainin
     inner = network().train()
     inner.backbone.bn1.train()
     image = [(photos / "0" / "00.png").read_bytes()]
-    actual = describe_files(ImageDescriber(inner, Sizing("crop", 32)), image)
+    descriptors = describe_files(ImageDescriber(inner, Sizing("crop", 32)), image)
     assert inner.training and inner.backbone.training
-    assert torch.equal(actual, describe_files(describer("crop 32"), image))
+    assert torch.equal(descriptors, describe_files(describer("crop 32"), image))
 
 
 def test_a_backbone_of_one_size_takes_crops_of_it_alone():

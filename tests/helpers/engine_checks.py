@@ -264,11 +264,11 @@ def averaged(world, name, engine):
     if average:
         other.keep_average(DECAY)
     other.load_state_dict({key: tensor.clone() for key, tensor in state.items()})
-    actual = [whole(engine), whole(other)]
+    states = [whole(engine), whole(other)]
     return (
         average,
         float(apart),
-        all(torch.equal(item[key], state[key]) for item in actual for key in state),
+        all(torch.equal(restored[key], state[key]) for restored in states for key in state),
     )
 
 

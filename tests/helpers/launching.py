@@ -240,8 +240,9 @@ def _launch(
     if isinstance(command, Program):
         _be_python(list(command.arguments), environment)
         return
-    arguments = command.options.split(), command.module, command.arguments.split()
-    sys.exit(launch(*arguments, grace_seconds=20))
+    sys.exit(
+        launch(command.options.split(), command.module, command.arguments.split(), grace_seconds=20)
+    )
 
 
 def _be_python(args: list[str], environment: dict[str, str]) -> None:

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from distap.model.backbone import RandomWeights, TimmBackbone
+from distap.model.backbone import TimmBackbone
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
+from distap.model.weights import RandomWeights
 
 
 def random_network(

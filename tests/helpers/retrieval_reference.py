@@ -90,8 +90,8 @@ def trapezoid_average_precision(right: list[bool]) -> float:
     recall = 0.0
     precision = 1.0
     for place in range(1, len(right) + 1):
-        actual = sum(right[:place])
-        area += (actual / sum(right) - recall) * (precision + actual / place) / 2
-        recall = actual / sum(right)
-        precision = actual / place
+        hits = sum(right[:place])
+        area += (hits / sum(right) - recall) * (precision + hits / place) / 2
+        recall = hits / sum(right)
+        precision = hits / place
     return area

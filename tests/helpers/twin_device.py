@@ -229,11 +229,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if is_made_here:
         kwargs = kwargs | {"device": torch.device("cpu")}
-    actual = func(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
+    result = func(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
     return (
-        return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, Twin, actual))
+        return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, Twin, result))
         if tensors
-        else Twin(actual)
+        else Twin(result)
     )
 
 
@@ -262,5 +262,5 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any], is_made_here: bool) -> A
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
-    actual = func(values(source), *args[1:], **kwargs)
-    return Twin(actual) if to_device else actual
+    result = func(values(source), *args[1:], **kwargs)
+    return Twin(result) if to_device else result

@@ -76,14 +76,14 @@ def job_of(objects: dict[str, Any]) -> dict[str, Any]:
 
 def variables_of(container: dict[str, Any], labels: dict[str, str]) -> dict[str, str]:
     """Variables of a container as the kubelet resolves them, in order."""
-    actual = {"NAMESPACE": "research"}
+    variables = {"NAMESPACE": "research"}
     for entry in container["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         label = re.search(r"labels\['(.+)'\]", path)
-        actual[entry["name"]] = (
-            labels[label[1]] if label else expanded(entry.get("value", "research"), actual)
+        variables[entry["name"]] = (
+            labels[label[1]] if label else expanded(entry.get("value", "research"), variables)
         )
-    return actual
+    return variables
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:

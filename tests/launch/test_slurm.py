@@ -101,14 +101,11 @@ def slurm(tmp_path):
         (tmp_path / name).mkdir()
     port = free_ports(2)
     host = socket.gethostname()
-    settings = {
-        "host": host,
-        "folder": tmp_path,
-        "port": port,
-        "next_port": port + 1,
-        "cores": os.cpu_count(),
-    }
-    (tmp_path / "slurm.conf").write_text(SETTINGS.format(**settings))
+    (tmp_path / "slurm.conf").write_text(
+        SETTINGS.format(
+            host=host, folder=tmp_path, port=port, next_port=port + 1, cores=os.cpu_count()
+        )
+    )
     (tmp_path / "key-file").touch(0o400)
     (tmp_path / "key-file").write_bytes(secrets.token_bytes(1024))
     munged = [

@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 from networks import noise, random_network
+from raising import raises
 from torch import nn
 
-from distap.errors import DistapError
 from distap.model.folding import convolve, depthwise_gradient, fold_batchnorm
 from distap.model.network import RetrievalNetwork
 
@@ -105,24 +105,20 @@ class Shared(Branching):
 
 
 def test_a_convolution_whose_output_is_used_elsewhere_is_refused():
-    with pytest.raises(
-        DistapError, match="folding 1 BatchNorm layers of Branching changes its features"
-    ):
+    with raises("network.folding_changes_features", "1", "BatchNorm"):
         folded(RetrievalNetwork(Branching(), nn.AdaptiveAvgPool2d(1)))
 
 
 @pytest.mark.parametrize("backbone", [Rectified, Shared])
 def test_what_is_no_pair_is_not_folded(backbone):
-    with pytest.raises(
-        DistapError, match=f"{backbone.__name__} has no BatchNorm right behind a convolution"
-    ):
+    with raises("network.nothing_to_fold", backbone.__name__, "BatchNorm"):
         folded(RetrievalNetwork(backbone(), nn.AdaptiveAvgPool2d(1)))
 
 
 def test_networks_that_cannot_be_folded_are_refused_with_the_reason():
-    with pytest.raises(DistapError, match="ConvNeXt has no BatchNorm right behind a convolution"):
+    with raises("network.nothing_to_fold", "ConvNeXt", "BatchNorm"):
         folded(random_network("convnext_atto"))
-    with pytest.raises(DistapError, match="needs frozen BatchNorm"):
+    with raises("network.batchnorm_not_frozen", "BatchNorm"):
         folded(random_network("resnet10t", batchnorm="batch"))
 
 
@@ -174,7 +170,7 @@ def test_in_bf16_the_gradient_of_a_folded_network_is_near_the_one_in_float32():
     gradients = []
     for item, is_narrow in ((network, False), (other, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
-            actual = item(noise())
-        actual.cumsum(1).sum().backward()
+            descriptors = item(noise())
+        descriptors.cumsum(1).sum().backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in item.parameters()]))
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.98

@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 from networks import noise, random_network
+from raising import raises
 from torch.nn.functional import interpolate, normalize
 
-from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import fingerprint
 from distap.model.pooling import NamedPooling
@@ -45,12 +45,15 @@ def test_one_scale_is_the_network_itself_bit_for_bit():
 def test_scales_are_averaged_as_by_a_plain_loop(projection):
     inner = network(projection)
     several = MultiScaleNetwork(inner, (1.0, 0.7071, 0.5, 1.3))
-    actual = several(images())
+    descriptors = several(images())
     assert several.power == (1.0 if projection else 3.0)
     torch.testing.assert_close(
-        actual.double(), plain(inner, images(), several.scales, several.power), atol=2e-6, rtol=0
+        descriptors.double(),
+        plain(inner, images(), several.scales, several.power),
+        atol=2e-6,
+        rtol=0,
     )
-    torch.testing.assert_close(actual.norm(dim=1), torch.ones(2))
+    torch.testing.assert_close(descriptors.norm(dim=1), torch.ones(2))
 
 
 @torch.inference_mode()
@@ -78,17 +81,17 @@ def test_whitening_is_a_linear_layer_behind_it(scales):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code", "names"),
     [
-        ({"scales": ()}, "expected numbers above 0"),
-        ({"scales": (1.0, 0.0)}, "expected numbers above 0"),
-        ({"scales": (100.0,)}, "at most 8"),
-        ({"scales": (1.0, 1.0)}, "one appears twice"),
-        ({"whitening": (torch.zeros(3), torch.eye(3))}, r", expected \(16,\) and \(D, 16\)"),
+        ({"scales": ()}, "evaluation.scales", ["0"]),
+        ({"scales": (1.0, 0.0)}, "evaluation.scales", ["0"]),
+        ({"scales": (100.0,)}, "evaluation.scales", ["8"]),
+        ({"scales": (1.0, 1.0)}, "evaluation.scales", []),
+        ({"whitening": (torch.zeros(3), torch.eye(3))}, "descriptors.other_whitening", ["16"]),
     ],
 )
-def test_settings_that_are_no_use_are_refused(settings, message):
-    with pytest.raises(DistapError, match=message):
+def test_settings_that_are_no_use_are_refused(settings, code, names):
+    with raises(code, *names):
         MultiScaleNetwork(network(projection=16), **settings)
 
 

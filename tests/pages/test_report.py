@@ -209,9 +209,18 @@ def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, brow
 
 
 def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
-    settings = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}, "steps": 2}
     Trainer(
-        prepare(recipe(tmp_path / "run", training_shards, **settings), World()), World()
+        prepare(
+            recipe(
+                tmp_path / "run",
+                training_shards,
+                data__validation=str(training_shards[1]),
+                evaluation={"every": 1},
+                steps=2,
+            ),
+            World(),
+        ),
+        World(),
     ).train()
     path, summary = report(tmp_path / "run")
     assert path == tmp_path / "run" / "report.html"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from batches import small_images, small_network
+from raising import raises
 from ranks import on_ranks
 from reference import listwise_loss
 from small_trainings import recipe
@@ -141,15 +142,13 @@ def test_weights_of_queries_hold_with_a_memory_and_a_loss_of_descriptors_takes_n
     ).backward()
     torch.testing.assert_close(leaf.grad, again.grad, rtol=1e-9, atol=1e-12)
     lone = torch.cat([torch.tensor([99]), labels[1:]])
-    with pytest.raises(DistapError, match="each image that has some is alone in its class"):
+    with raises("data.wrong_weights"):
         rank(leaf.detach(), lone, "ap_q", weights="given", extra={"weights": (lone == 99).float()})
-    with pytest.raises(DistapError, match="a loss of the batch alone: leave the memory out"):
+    with raises("loss.takes_no_memory"):
         Multistage(small_network(), of_features, memory=9)(
             *small_images(IMAGES), extra={"teacher": EXTRA["teacher"]}
         )
-    with pytest.raises(
-        DistapError, match="a loss of the batch's descriptors, so it cannot rank against a memory"
-    ):
+    with raises("loss.takes_no_memory"):
         rank(
             leaf.detach(),
             labels,
@@ -198,7 +197,7 @@ def test_losses_and_recipes_without_such_tensors_are_refused(tmp_path, training_
         DistapError, match="inner takes trust of images, which virtual ones do not have"
     ):
         build_loss({"simix": {"inner": hinge(self_pair=False)}})
-    with pytest.raises(DistapError, match="loss: it takes weights of each image: only Multistage"):
+    with raises("loss.needs_extra", "loss"):
         Trainer(
             prepare(
                 recipe(tmp_path, training_shards, loss={"name": "ap_q", "weights": "given"}),

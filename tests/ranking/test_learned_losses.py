@@ -8,10 +8,10 @@ import torch.distributed as dist
 from definitions import SOFTMAX, defined, levels_of
 from problems import problem
 from pytorch_metric_learning.losses import ProxyAnchorLoss
+from raising import raises
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
-from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
 from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.function import FunctionLoss
@@ -82,9 +82,7 @@ def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
 
 def test_one_module_of_parameters_is_refused_for_several_dimensions():
     module = FunctionLoss(ProxyAnchorLoss(CLASSES, DIMENSIONS).double())
-    with pytest.raises(
-        DistapError, match=r"several terms use the parameters of one .*a module of its own"
-    ):
+    with raises("loss.shared_parameters"):
         ListwiseLoss(Matryoshka(dimensions=(4, DIMENSIONS), inner=module))
     raw, labels = problem(2, 30, 5)
     assert ListwiseLoss(Matryoshka(dimensions=(DIMENSIONS,), inner=module))(raw, labels).isfinite()
@@ -126,15 +124,17 @@ def test_first_proxies_depend_on_the_seed_alone_and_are_saved_with_the_module():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "names"),
     [
         (
             lambda: build_loss("proxy_nca").learned,
-            "needs `classes`, the number of classes, and `dimensions`",
+            "loss.unknown_classes",
+            [],
         ),
         (
             lambda: build_loss("proxy_nca", classes=3).sized(4, 8, 0),
-            "classes is 3, but this training has 4",
+            "loss.wrong_setting",
+            ["3", "4"],
         ),
         (
             lambda: rank(
@@ -142,17 +142,16 @@ def test_first_proxies_depend_on_the_seed_alone_and_are_saved_with_the_module():
                 problem(5, 30, 9)[1],
                 build_loss("proxy_nca", classes=5, dimensions=9),
             ),
-            (
-                "are 5 proxies of 9 dimensions, but labels go up to .* and descriptors have 8"
-                " dimensions"
-            ),
+            "loss.wrong_proxies",
+            ["5", "9", "8"],
         ),
         (
             lambda: build_loss("normalized_softmax", temperature=0),
-            "temperature: 0: must be greater than 0",
+            "recipe.value",
+            ["temperature", "0"],
         ),
     ],
 )
-def test_numbers_that_do_not_fit_are_named(change, message):
-    with pytest.raises(DistapError, match=message):
+def test_numbers_that_do_not_fit_are_named(change, code, names):
+    with raises(code, *names):
         change()

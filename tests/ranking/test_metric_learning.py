@@ -17,8 +17,14 @@ def test_a_loss_by_name_gives_what_it_gives_with_the_pairs_of_a_miner(name):
     pairs = miners.MultiSimilarityMiner(epsilon=0.2)(normalize(raw), labels)
     value = getattr(losses, name)()(normalize(leaf), labels, pairs)
     value.backward()
-    mined = {"miner": "MultiSimilarityMiner", "miner_options": {"epsilon": 0.2}}
-    ranking, gradient = rank_raw(raw, labels, NAME, function=name, **mined)
+    ranking, gradient = rank_raw(
+        raw,
+        labels,
+        NAME,
+        function=name,
+        miner="MultiSimilarityMiner",
+        miner_options={"epsilon": 0.2},
+    )
     assert ranking.loss.item() == pytest.approx(value.item(), rel=1e-9)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
 

@@ -9,10 +9,10 @@ from definitions import levels_of, virtual_images
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import problem, rank_raw, remembering
+from raising import raises
 from reference import listwise_loss
 from torch.nn.functional import normalize
 
-from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
 from distap.ranking.losses import steps
 from distap.ranking.losses.building import build_loss
@@ -54,13 +54,14 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(
     other = problem(78, 6, 4)
     memory = CrossBatchMemory(100)
     rank(normalize(other[0]), levels_of(other[1], depth), name, memory=memory)
-    of_memory = normalize(other[0]), levels_of(other[1], depth)
     assert_is(
         raw,
         levels,
         name,
         {**options, "weights": weights},
-        lambda d: newer_losses.graded(name, d, levels, *of_memory, weights, **options),
+        lambda d: newer_losses.graded(
+            name, d, levels, normalize(other[0]), levels_of(other[1], depth), weights, **options
+        ),
         memory,
     )
 
@@ -127,11 +128,11 @@ def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     loss = build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
     ranking, gradient = rank_raw(raw, labels, loss, step=3)
     d = normalize(leaf)
-    actual = virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
-    assert all(0 <= item <= 1 for _, _, item in actual)
-    virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in actual])
+    mixed = virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
+    assert all(0 <= item <= 1 for _, _, item in mixed)
+    virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in mixed])
     everything = torch.cat([d, virtual])
-    known_labels = torch.cat([labels, torch.stack([labels[a] for a, _, _ in actual])])
+    known_labels = torch.cat([labels, torch.stack([labels[a] for a, _, _ in mixed])])
     expected = listwise_loss("recall_at_k", everything, known_labels)
     expected.backward()
     assert ranking.loss.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -160,7 +161,7 @@ def test_matryoshka_is_the_sum_over_cut_descriptors(inner):
     ]
     (values[0] + 0.5 * values[1] + 2 * values[2]).backward()
     torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-9, atol=1e-13)
-    with pytest.raises(DistapError, match="dimensions has 8, but descriptors have 6"):
+    with raises("loss.wrong_dimensions", "8", "6"):
         ListwiseLoss({"matryoshka": {"dimensions": [8], "inner": "ap_q"}})(raw[:, :6], labels)
 
 
@@ -172,14 +173,15 @@ def test_csl_equals_the_definition_at_any_number_of_levels(seed, images, depth, 
     raw[3::3] = raw[0]  # duplicates, of several classes
     tree = levels_of(torch.arange(18), depth)
     margins = newer_losses.MARGINS
-    settings = {
-        "classes": 18,
-        "dimensions": 8,
-        "margins": margins,
-        "weights": weights,
-        "seed": seed,
-    }
-    module = ListwiseLoss("csl", tree=tree[:, 1:].tolist(), **settings).double()
+    module = ListwiseLoss(
+        "csl",
+        tree=tree[:, 1:].tolist(),
+        classes=18,
+        dimensions=8,
+        margins=margins,
+        weights=weights,
+        seed=seed,
+    ).double()
     leaf = raw.clone().requires_grad_()
     proxies = module.learned["proxies"].detach().clone().requires_grad_()
     same = raw.clone().requires_grad_()
@@ -193,15 +195,15 @@ def test_csl_equals_the_definition_at_any_number_of_levels(seed, images, depth, 
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("tree", "code", "names"),
     [
-        ([[0, 0, 0, 0]] * 3, "rows of 4 numbers for 3 classes, and there are 3 margins"),
-        ([[0, 0], [0, 1], [1, 1]], "label 0 of level 1 lies within 0 and within 1 of level 2"),
-        (None, "labels of 2 levels are not those of its tree of 1: give `tree`"),
+        ([[0, 0, 0, 0]] * 3, "loss.wrong_tree", ["4", "3"]),
+        ([[0, 0], [0, 1], [1, 1]], "data.crossing_levels", ["0", "1", "2"]),
+        (None, "loss.wrong_tree", ["2", "1"]),
     ],
 )
-def test_a_tree_that_does_not_fit_is_named(tree, message):
-    with pytest.raises(DistapError, match=message):
+def test_a_tree_that_does_not_fit_is_named(tree, code, names):
+    with raises(code, *names):
         ListwiseLoss("csl", classes=3, dimensions=8, tree=tree)(
             torch.randn(2, 8), torch.tensor([[0, 0], [1, 0]])
         )
@@ -244,8 +246,9 @@ def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
         -10,
         pytest.approx(math.log(10)),
     ]
-    gallery = normalize(other), other_labels, weights
-    expected = listwise_loss("sigmoid", normalize(same), labels, *gallery, **learned)
+    expected = listwise_loss(
+        "sigmoid", normalize(same), labels, normalize(other), other_labels, weights, **learned
+    )
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
     gradients = [leaf.grad, *(parameter.grad for parameter in module.learned.values())]
@@ -271,29 +274,29 @@ def test_gradients_of_near_duplicates_are_those_of_float64(name):
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "code", "names"),
     [
         (
             [[0, 0], [0, 1], [1, 0], [1, 0]],
-            "label 0 of level 0 lies within 0 and within 1 of level 1",
+            "data.crossing_levels",
+            ["0", "1"],
         ),
-        ([[0, 0], [0, 0], [1, -1], [1, 0]], "row 2: labels -1 are no class numbers"),
+        ([[0, 0], [0, 0], [1, -1], [1, 0]], "data.wrong_labels", ["row 2", "-1"]),
         (
             [[[0]], [[0]], [[1]], [[1]]],
-            r"labels are \(4, 1, 1\) for 4 images; \(4,\), or \(4, L\) for L levels",
+            "data.wrong_labels",
+            ["4", "1"],
         ),
     ],
 )
-def test_labels_that_are_no_levels_are_refused(labels, message):
-    with pytest.raises(DistapError, match=message):
+def test_labels_that_are_no_levels_are_refused(labels, code, names):
+    with raises(code, *names):
         rank(normalize(problem(0, 4, 2)[0]), torch.tensor(labels), "h_ap")
 
 
 def test_a_memory_of_other_levels_and_large_labels():
     raw, labels = problem(9, 12, 4)
     memory = remembering(9, 8)
-    with pytest.raises(
-        DistapError, match="labels have 2 levels, but those of the memory's descriptors have 1"
-    ):
+    with raises("data.wrong_labels", "2", "1"):
         rank(normalize(raw), levels_of(labels, 2), "h_ap", memory=memory)
     assert rank(normalize(raw), labels + 2**62, "simix").is_finite

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from problems import problem, rank_raw, remembering
+from raising import raises
 
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
@@ -67,9 +68,7 @@ class Mean(SimilarityLoss):
 
 def test_a_mean_where_one_value_a_query_is_expected_is_refused():
     raw, labels = problem(0, 12, 3)
-    with pytest.raises(
-        DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"
-    ):
+    with raises("loss.wrong_shape", "11"):
         rank_raw(raw, labels, Mean())
 
 

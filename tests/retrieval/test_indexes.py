@@ -96,11 +96,12 @@ def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
     recalls = {}
     for name, index in built.items():
         _, rows = index.index.search(values, 11)
-        actual = [
+        approximate = [
             [row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())
         ]
         shares = [
-            len({*near} & {*right}) / 10 for near, right in zip(actual, exact.tolist(), strict=True)
+            len({*near} & {*right}) / 10
+            for near, right in zip(approximate, exact.tolist(), strict=True)
         ]
         figures = measure_recall(index.index, values)
         assert figures["recall"] == pytest.approx(np.mean(shares), abs=1e-3), name
@@ -170,8 +171,8 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
         whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]: "damaged or another file"
         for n in (0, 9, *places)
     }
-    for actual, problem in wrong.items():
-        path.write_bytes(actual)
+    for content, problem in wrong.items():
+        path.write_bytes(content)
         with pytest.raises(DistapError, match=f"{name}: {problem}"):
             read_index(written)
     path.unlink()

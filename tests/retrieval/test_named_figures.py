@@ -83,8 +83,9 @@ def test_every_figure_is_that_of_its_definition(seed, tied, ties, kept):
         queries, gallery, truth, NAMES, ties=ties, head=head if kept else None
     )
     for query in range(6):
-        ranked = query, queries, gallery, truth, levels
-        relevance = relevance_of(*ranked, ties == "against", head[query].tolist())
+        relevance = relevance_of(
+            query, queries, gallery, truth, levels, ties == "against", head[query].tolist()
+        )
         for name in evaluation.values:
             group, _, figure = name.rpartition(" ")
             # others are junk
@@ -172,8 +173,12 @@ def test_cameras_domains_and_levels_by_hand():
     assert figures["mAP"] == 1 / 2 and figures["R@1"] == 0
     with pytest.raises(DistapError, match="none of the 1 queries has an image of its class"):
         distap.evaluate(described, [7, 7, 1, 2, 2, 3], asks, cameras=["a"] * 6)
-    by_domain = {"domains": ["x", "x", "x", "y", "y", "y"], "figures": ["R@1", "mP@5/min"]}
-    figures = distap.evaluate(described, [1, 1, 2, 1, 2, 1], **by_domain)
+    figures = distap.evaluate(
+        described,
+        [1, 1, 2, 1, 2, 1],
+        domains=["x", "x", "x", "y", "y", "y"],
+        figures=["R@1", "mP@5/min"],
+    )
     # In x the query 0 finds 1, and 1 finds 0; in y, 3 finds 2 or 4 first, and 5 finds 4; 2 and 4
     # have no other.
     assert (figures["x R@1"], figures["y R@1"], figures["R@1"], figures["mean R@1"]) == (

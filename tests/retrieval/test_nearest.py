@@ -41,9 +41,9 @@ def test_a_query_is_left_out_by_its_index_also_where_duplicates_exist():
     gallery = np.eye(3, dtype=np.float32).repeat(5, axis=0)
     similarities, rows = nearest(gallery, gallery, 4, exclude_self=True)
     assert (similarities == 1).all()
-    for query, actual in enumerate(rows.tolist()):
+    for query, neighbours in enumerate(rows.tolist()):
         group = 5 * (query // 5)
-        assert actual == [row for row in range(group, group + 5) if row != query]
+        assert neighbours == [row for row in range(group, group + 5) if row != query]
 
 
 def test_fewer_than_one_neighbour_is_an_empty_result():

@@ -11,11 +11,11 @@ def passes(lengths, size, kept=(), **options):
     """(rows, whether kept) of each pass, for gradients of these lengths."""
     gradient = torch.tensor(lengths)[:, None] * torch.tensor([[0.6, 0.8]])
     graphs = {first: torch.zeros(min(size, len(lengths) - first), 2) for first in kept}
-    actual = backward_passes(gradient, graphs, size, **options)
+    cuts = backward_passes(gradient, graphs, size, **options)
     numbers = torch.arange(len(lengths))
-    for item in actual:
+    for item in cuts:
         assert torch.equal(item.gradient, gradient[item.rows]) or item.gradient.isnan().any()
-    return [(numbers[item.rows].tolist(), item.descriptors is not None) for item in actual]
+    return [(numbers[item.rows].tolist(), item.descriptors is not None) for item in cuts]
 
 
 def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from raising import raises
 from small_trainings import train
 
-from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.telemetry.runlog import (
     LoggedRun,
@@ -218,10 +218,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     tmp_path, training_shards, monkeypatch, name
 ):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        DistapError,
-        match=rf"loggers\.{name}: the package {name} is missing; pip install 'distap\[{name}\]'",
-    ):
+    with raises("package.missing", name):
         train(World(), tmp_path / "run", training_shards, steps=1, loggers=[name])
     assert not (tmp_path / "run").exists()
 
@@ -230,7 +227,7 @@ def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, m
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
+    with raises("telemetry.no_key", "WANDB_API_KEY"):
         prepare_loggers({"wandb": WeightsAndBiases()})
     monkeypatch.setenv("WANDB_MODE", "offline")
     prepare_loggers({"wandb": WeightsAndBiases()})

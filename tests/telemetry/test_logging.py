@@ -119,9 +119,12 @@ def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(
     tmp_path, training_shards
 ):
     config: Path = tmp_path / "recipe.json"
-    settings = {"steps": 10_000, "logs": {"format": "json"}}
     config.write_text(
-        json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json"))
+        json.dumps(
+            recipe(
+                tmp_path / "run", training_shards, steps=10_000, logs={"format": "json"}
+            ).model_dump(mode="json")
+        )
     )
     with started(Program((*LAUNCHER, "--nproc-per-node=2", str(config))), tmp_path) as job:
         job.wait_until(lambda: "step 3/10000" in job.said)

@@ -25,8 +25,9 @@ def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
         f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-addr={hosts.addresses[0]}"
     )
     command = hosts.on(number, run.launch(options).command)
-    environment = {**run.environment, "GLOO_SOCKET_IFNAME": hosts.cards[number]}
-    with started(command, run.folder.parent, **environment) as launched:
+    with started(
+        command, run.folder.parent, **run.environment, GLOO_SOCKET_IFNAME=hosts.cards[number]
+    ) as launched:
         yield launched
 
 

@@ -166,15 +166,16 @@ def test_a_recipe_describes_images_with_the_network_that_it_begins_with(
     }
     (tmp_path / "head.yaml").write_text(yaml.safe_dump(settings))
     images = next(path for path in described.parent.rglob("train-images"))
-    command = (
-        "extract",
-        f"imagefolder:{images}",
-        tmp_path / "rows",
-        "--checkpoint",
-        tmp_path / "head.yaml",
-    )
     assert (
-        distap(monkeypatch, *command) == 0
+        distap(
+            monkeypatch,
+            "extract",
+            f"imagefolder:{images}",
+            tmp_path / "rows",
+            "--checkpoint",
+            tmp_path / "head.yaml",
+        )
+        == 0
         and read_descriptors(tmp_path / "rows").descriptors.shape[1] == 64
     )
     monkeypatch.chdir(tmp_path)
@@ -222,15 +223,34 @@ def test_a_folder_that_no_head_can_stand_on_is_named(
         if "=" in change
         else next(path for path in described.parent.rglob("train-images"))
     )
-    command = "extract", images, tmp_path / "train", "--checkpoint", described / "run"
-    assert distap(monkeypatch, *command, *([change] if "=" in change else [])) == 0
+    assert (
+        distap(
+            monkeypatch,
+            "extract",
+            images,
+            tmp_path / "train",
+            "--checkpoint",
+            described / "run",
+            *([change] if "=" in change else []),
+        )
+        == 0
+    )
     message = (
         "at the scales" if "=" in change else r"described:\S+: 54 of its 54 images have no class"
     )
     with pytest.raises(DistapError, match=message):
-        changes = {"data__train": f"described:{tmp_path}/train", "data__validation": None}
         Trainer(
-            prepare(head(tmp_path / "run", described, training_shards, **changes), World()), World()
+            prepare(
+                head(
+                    tmp_path / "run",
+                    described,
+                    training_shards,
+                    data__train=f"described:{tmp_path}/train",
+                    data__validation=None,
+                ),
+                World(),
+            ),
+            World(),
         )
 
 

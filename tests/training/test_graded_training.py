@@ -3,6 +3,7 @@
 import pytest
 import torch
 from images import write_images
+from raising import raises
 from ranks import on_ranks
 from small_trainings import DESCENT, losses, recipe, train
 
@@ -11,7 +12,6 @@ from benchmarks.photos import pack
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.image_files import list_images
 from distap.data.shards.index import load_index
-from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import images_of, network_of
@@ -85,13 +85,20 @@ def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_pat
 
 def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, shards):
     names = ["H-AP", "NDCG"]
-    validation = {"data__validation": str(shards[0]), "data__unseen_classes": False}
     evaluation = {
         "at_start": False,
         "figures": names,
         "also": {"again": {"data": str(shards[0]), "figures": ["R@1"]}},
     }
-    train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
+    train(
+        World(),
+        tmp_path,
+        shards,
+        **GRADED,
+        data__validation=str(shards[0]),
+        data__unseen_classes=False,
+        evaluation=evaluation,
+    )
     (actual,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
     network = distap.load(tmp_path)
     index = load_index(shards[0])
@@ -109,7 +116,5 @@ def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, sha
 
 def test_a_level_that_the_index_lacks_is_refused(tmp_path, shards):
     sampling = GRADED["sampling"] | {"balance": 3}
-    with pytest.raises(
-        DistapError, match="balance is 3; the index has 2 levels of coarser classes"
-    ):
+    with raises("sampling.unknown_level", "3", "2"):
         train(World(), tmp_path, shards, **GRADED | {"sampling": sampling})

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from raising import raises
 from ranks import on_ranks
 from small_trainings import losses, recipe, train
 from stores import found_checkpoint, list_checkpoints
@@ -68,16 +69,20 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
     assert "and every 1 epochs" in caplog.text
     log = read_run_log(tmp_path / "run")
     in_steps = RateSchedule("cosine", warmup=2.16)
-    actual = [entry["learning_rate"] for entry in log if "loss" in entry]
-    assert actual == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
+    rates = [entry["learning_rate"] for entry in log if "loss" in entry]
+    assert rates == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
     assert [entry["step"] for entry in log if "validation" in entry] == [0, 3, 5, 6]
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-2:] == [
         "5",
         "6",
     ]
-    as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16}}
     train(
-        World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1}
+        World(),
+        tmp_path / "steps",
+        training_shards,
+        steps=6,
+        schedule={"name": "cosine", "warmup": 2.16},
+        optimizer={"learning_rate": 0.1},
     )
     assert losses(tmp_path / "steps") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 
@@ -85,16 +90,14 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
 def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, training_shards):
     with pytest.raises(DistapError, match="set either steps or epochs; neither is set"):
         recipe(tmp_path, training_shards, steps=None)
-    with pytest.raises(
-        DistapError, match=r"set either steps or epochs; steps is 10 and epochs 2\.5"
-    ):
+    with raises("recipe.value", "10", "2.5"):
         recipe(tmp_path, training_shards, epochs=2.5)
-    with pytest.raises(DistapError, match="epochs: inf: must be a finite number"):
+    with raises("recipe.value", "epochs"):
         recipe(tmp_path, training_shards, steps=None, epochs=float("inf"))
     read = recipe(tmp_path, training_shards, **EPOCHS)
     for images, batch, steps in ((54, 25, 6), (54, 54, 3), (54, 500, 1), (1_000_003, 100, 30_000)):
         assert Length(read, range(images), batch).steps == steps
-    with pytest.raises(DistapError, match="has no index, so epochs cannot be counted"):
+    with raises("data.no_epochs"):
         Length(read, None, 25)
     assert planned_steps(read, 10) == 16
     with pytest.raises(DistapError, match="epochs: the images cannot be counted, so set steps=N: "):
@@ -118,7 +121,7 @@ def test_an_override_of_steps_or_epochs_replaces_the_other(
     settings = recipe(tmp_path, training_shards, **EPOCHS).model_dump(mode="json")
     read = load_recipe(settings, overrides)
     assert (read.steps, read.epochs) == length
-    with pytest.raises(DistapError, match="set either steps or epochs; steps is 5 and epochs 2"):
+    with raises("recipe.value", "5", "2"):
         load_recipe(settings, ["steps=5", "epochs=2"])
 
 
@@ -218,29 +221,29 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "names"),
     [
-        ({"ema": 1}, "ema: 1: must be less than 1"),
+        ({"ema": 1}, "recipe.value", ["ema", "1"]),
         (
             {"ema": 0.9, "engine": {"name": "deepspeed", "stage": 3}},
-            "ema needs all parameters on every",
+            "recipe.value",
+            ["ema"],
         ),
         (
             {"optimizer__head_only": 3, "engine": "deepspeed"},
-            "deepspeed moves all parameters in each step",
+            "recipe.value",
+            ["deepspeed"],
         ),
-        ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: must be greater than 0"),
+        ({"optimizer__layer_decay": 0}, "recipe.value", ["optimizer.layer_decay", "0"]),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, changes, message):
-    with pytest.raises(DistapError, match=message):
+def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, changes, code, names):
+    with raises(code, *names):
         recipe(tmp_path, training_shards, **changes)
 
 
 def test_a_network_of_a_backbone_alone_has_no_head_to_warm_up(tmp_path, training_shards):
-    with pytest.raises(
-        DistapError, match="head_only: nothing but the backbone has parameters to train"
-    ):
+    with raises("network.nothing_to_train", "head_only"):
         Trainer(
             prepare(
                 recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"),

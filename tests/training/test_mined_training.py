@@ -86,7 +86,7 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
     settings = recipe(tmp_path, training_shards, **SETTINGS | {"steps": 1})
     trainer = Trainer(prepare(settings, World()), World())
     trainer.train()
-    actual = trainer.images.plan.classes.nearest
+    nearest = trainer.images.plan.classes.nearest
     index = load_index(training_shards[0])
     network = network_of(settings, World())
     described = open_set(str(training_shards[0])).describe(
@@ -99,7 +99,7 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
     usable = index.classes.with_pairs
     for label in usable:
         remaining = [other for other in usable if other != label]
-        assert actual[label].tolist() == [
+        assert nearest[label].tolist() == [
             label,
             max(remaining, key=lambda other: float(means[label] @ means[other])),
         ]

@@ -1,10 +1,10 @@
 """Prepare a training: what is opened and built before its first step."""
 
-import pytest
 from images import write_images
+from raising import raises
 from small_trainings import are_same, recipe
 
-from distap.errors import FINISHED, DistapError
+from distap.errors import FINISHED
 from distap.trainer import Trainer
 from distap.training.dry_run import dry_run
 from distap.training.prepared import prepare
@@ -37,14 +37,22 @@ def test_a_dry_run_prepares_once_and_leaves_no_run_behind(tmp_path, caplog):
 def test_a_dry_run_refuses_more_ranks_than_a_batch_has_images(tmp_path, training_shards):
     settings = recipe(tmp_path, training_shards, sampling={"name": "random", "batch_size": 4})
     dry_run(settings, 4)
-    with pytest.raises(DistapError, match="4 images a batch, fewer than the 5 ranks"):
+    with raises("sampling.too_small", "4", "5"):
         dry_run(settings, 5)
 
 
 def test_the_whitening_leaves_the_training_its_own_reader(tmp_path, training_shards):
-    changes = {"steps": 2, "model": WHITENED, "data__image_sizes": {0: 16, 0.5: 32}}
     for run in ("one", "other"):
-        prepared = prepare(recipe(tmp_path / run, training_shards, **changes), World())
+        prepared = prepare(
+            recipe(
+                tmp_path / run,
+                training_shards,
+                steps=2,
+                model=WHITENED,
+                data__image_sizes={0: 16, 0.5: 32},
+            ),
+            World(),
+        )
         assert prepared.images.job.steps == 0 and prepared.images.stopwatch.seconds == {}
         assert [size for _, size, _ in prepared.images.job.sizes] == [16, 32]
         assert Trainer(prepared, World()).train() == FINISHED

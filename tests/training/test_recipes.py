@@ -130,8 +130,18 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
     ].rpartition(":")
     if kind == "described":
         monkeypatch.chdir(folder)
-        command = "extract", f"data/{rows.partition('/')[2]}", rows, "--checkpoint", name
-        assert distap(monkeypatch, *command, *made_small(name)) == 0
+        assert (
+            distap(
+                monkeypatch,
+                "extract",
+                f"data/{rows.partition('/')[2]}",
+                rows,
+                "--checkpoint",
+                name,
+                *made_small(name),
+            )
+            == 0
+        )
     on_ranks(2, trained, folder, name)
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     entries = read_run_log(folder / recipe.run)

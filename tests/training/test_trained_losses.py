@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from ranks import on_ranks
 from small_trainings import are_same, losses, parameters, train
 from stores import found_checkpoint
 
 import distap
-from distap.errors import DistapError
 from distap.ranking.losses.function import FunctionLoss
 from distap.world import World
 
@@ -81,7 +81,7 @@ def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path
 
 
 def test_a_number_of_classes_that_is_not_the_data_sets_is_refused(tmp_path, training_shards):
-    with pytest.raises(DistapError, match="classes is 5, but this training has 12"):
+    with raises("loss.wrong_setting", "5", "12"):
         train(
             World(),
             tmp_path,
@@ -106,5 +106,5 @@ def test_a_loss_in_python_of_another_size_cannot_go_on(tmp_path, training_shards
         train(
             World(), tmp_path, training_shards, steps=steps, loss=FunctionLoss(Classifier(classes))
         )
-    with pytest.raises(DistapError, match=r"it is of another network or loss: .*Classifier"):
+    with raises("run.other_network"):
         train(World(), tmp_path, training_shards, steps=3, loss=FunctionLoss(Classifier(14)))

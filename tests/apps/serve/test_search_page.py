@@ -36,10 +36,10 @@ class Page:
 
     def texts(self, selector):
         # At once, since the page may replace its elements meanwhile.
-        actual = (
+        keys_shown = (
             "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText.trim())"
         )
-        return self.driver.execute_script(actual, selector)
+        return self.driver.execute_script(keys_shown, selector)
 
     def choose(self, path):
         self.driver.find_element("id", "image").send_keys(str(path))
@@ -126,11 +126,11 @@ def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, ima
 def test_the_address_of_a_search_by_key_opens_it_anywhere(url, searcher, browser):
     key = "<i>apple/кот 0.png"
     page = Page(browser, f"{url}/?key=%3Ci%3Eapple%2F%D0%BA%D0%BE%D1%82+0.png&k=4")
-    actual = page.wait(f"Most similar to {key}", 4)
-    assert actual == keys(searcher.by_key(key, 4))
+    keys_shown = page.wait(f"Most similar to {key}", 4)
+    assert keys_shown == keys(searcher.by_key(key, 4))
     assert browser.driver.find_element("id", "k").get_attribute("value") == "4"
     link = browser.driver.find_element("css selector", "#hits .more").get_attribute("href")
-    Page(browser, link).wait(f"Most similar to {actual[0]}", 4)
+    Page(browser, link).wait(f"Most similar to {keys_shown[0]}", 4)
 
 
 def test_the_page_says_what_is_wrong_with_a_file(url, browser, image, tmp_path):
@@ -157,10 +157,10 @@ def test_the_page_works_below_a_path(url, browser, image):
     with proxy(url, "/pictures/of/") as address:
         page = Page(browser, address)
         page.choose(image)
-        actual = page.wait("Most similar to query.png")
+        keys_shown = page.wait("Most similar to query.png")
         assert not browser.broken_pictures()
         page.similar(0)
-        page.wait(f"Most similar to {actual[0]}")
+        page.wait(f"Most similar to {keys_shown[0]}")
         assert re.fullmatch(rf"{address}\?key=.*&k=12", browser.driver.current_url)
         assert not browser.errors()
         assert all(item.startswith((address, "blob:")) for item in browser.requests())

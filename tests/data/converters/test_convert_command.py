@@ -49,8 +49,24 @@ def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path, caplog):
 
 def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
     TREES["inshop"](tmp_path / "source")
-    arguments = ("--split", "query", "--split", "gallery", "--images-per-shard", 1, "--shuffle", 3)
-    assert run("inshop", tmp_path / "source", tmp_path / "out", "--workers", 1, *arguments)[0] == 0
+    assert (
+        run(
+            "inshop",
+            tmp_path / "source",
+            tmp_path / "out",
+            "--workers",
+            1,
+            "--split",
+            "query",
+            "--split",
+            "gallery",
+            "--images-per-shard",
+            1,
+            "--shuffle",
+            3,
+        )[0]
+        == 0
+    )
     assert len(load_index(tmp_path / "out" / "gallery").shard_name) == 2
     assert not (tmp_path / "out" / "train").exists()
 
