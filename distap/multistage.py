@@ -135,8 +135,9 @@ class Multistage(RankingModule):
         # rows of the last call whose descriptor was not finite, and was left out
         self.not_finite: list[int] = []
         self.replay_drift = float("nan")  # of the last backward pass
-        self._syncs = True
-        self._probed = set[bool]()  # modes of the network in which it was tried out
+        self._reduces = True  # False inside `no_sync`
+        # Modes of the network (whether `network.training`) in which the stages have tried it out.
+        self._probed = set[bool]()
 
     def forward(
         self,
@@ -164,31 +165,42 @@ class Multistage(RankingModule):
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training
                 mode, or a batch that cannot be ranked.
         """
-        replicas = self.network
-        if not isinstance(replicas, DistributedDataParallel):
-            return self._loss(replicas, self._batch(replicas, images, labels, samples, extra))
+        wrapper = self.network
+        network = wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
+        batch = self._batch(network, images, labels, samples, extra)
+        if network is wrapper:
+            return self._loss(network, batch)
         # All stages run inside a forward pass of DDP, which then awaits the gradients of its
         # parameters. They come from KnownGradient, once, whatever the number of micro-batches.
-        network = replicas.module
-        batch = self._batch(network, images, labels, samples, extra)
-        replicas.module = ReplacedForward(network, lambda _: self._loss(network, batch))
+        wrapper.module = ReplacedForward(network, lambda _: self._loss(network, batch))
         try:
-            return replicas(torch.zeros(()))
+            return wrapper(torch.zeros(()))
         finally:
-            replicas.module = network
+            wrapper.module = network
 
     @uncompiled
     def _loss(self, network: nn.Module, batch: GivenBatch) -> Tensor:
-        named = network.named_parameters()
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        # Without `freeze_batchnorm` all BatchNorm layers are in evaluation mode already.
+        """Run stages one and two, and leave stage three to autograd.
+
+            forward     describe -> gather -> rank -> value of the loss
+            backward    replay -> gradients of `replica.inputs` and `loss.parameters`, in this order
+
+        `replica.inputs` are the trained parameters, or a stand-in if FSDP2 fills their `.grad`.
+        """
+        trained = {
+            name: parameter
+            for name, parameter in network.named_parameters()
+            if parameter.requires_grad
+        }
+        # Without `freeze_batchnorm` this changes nothing: `refuse_unusable` has let no BatchNorm
+        # layer in training mode through.
         with evaluating(network, _BatchNorm):
             replica, stages = self._stages(network, batch, list(trained.values()))
             described = stages.describe(batch)
         if torch.is_grad_enabled() and stages.probed:
             self._probed.add(network.training)
         gathered = stages.gather(described, batch).with_extra(batch.extra)
-        self._note_lost(described)
+        self._note_not_finite(described)
         if self.normalise or not isinstance(self.loss, DescriptorLoss):
             refuse_lengths(gathered)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
@@ -197,18 +209,17 @@ class Multistage(RankingModule):
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
 
-        # Stage three runs in the caller's `backward`, after accumulation and a loss scale have
-        # acted.
+        # `upstream` is dL/d value, such as a loss scale or one part of an accumulation.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
                 # FSDP2 itself exchanges whole parameters for shards, also in passes of the caller's
                 # own.
                 if not isinstance(network, FSDPModule):
                     refuse_exchanged(network, trained)
-                # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient
-                # is given W times.
-                times = 1.0 if self._sums(batch.world) else float(batch.world.size)
-                scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
+                # DistributedDataParallel, FSDP and Horovod average over the W ranks, so each gives
+                # them W times its gradient.
+                factor = 1.0 if self._sums_gradients(batch.world) else float(batch.world.size)
+                scaled = replace(ranking, gradient=ranking.gradient * (upstream * factor))
                 # Autograd runs a Function's backward without building a graph, but replay needs
                 # one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
@@ -216,9 +227,11 @@ class Multistage(RankingModule):
             by_parameters = [gradient * upstream for gradient in ranking.by_parameters]
             return *replica.gradients, *by_parameters
 
+        # True, only once: a second replay would add to the gradients of the first.
         return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
 
-    def _sums(self, world: World) -> bool:
+    def _sums_gradients(self, world: World) -> bool:
+        """Return whether replay sums gradients over ranks, rather than a wrapper or the caller."""
         is_wrapped = isinstance(self.network, DistributedDataParallel | FSDPModule)
         return self.reduce and not is_wrapped and world.size > 1
 
@@ -229,10 +242,10 @@ class Multistage(RankingModule):
         forward = Outputs(network, world, self.normalise, self.output, self.pool)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
-            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._syncs)
+            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._reduces)
         else:
             replica = CallersReplica(
-                network, world, forward, trained=trained, sums=self._sums(world)
+                network, world, forward, trained=trained, sums=self._sums_gradients(world)
             )
         return replica, ThreeStages(
             replica,
@@ -250,7 +263,7 @@ class Multistage(RankingModule):
             probed=network.training in self._probed,
         )
 
-    def _note_lost(self, described: Described) -> None:
+    def _note_not_finite(self, described: Described) -> None:
         self.not_finite = described.lost
         if self.not_finite:
             logger.warning(
@@ -272,8 +285,8 @@ class Multistage(RankingModule):
         `reduce=True` every backward pass sums its own gradients, inside as well: what lay in
         `.grad` before could not be told from what other ranks have added to it.
         """
-        before = self._syncs
-        self._syncs = False
+        before = self._reduces
+        self._reduces = False
         try:
             with (
                 self.network.no_sync()
@@ -282,7 +295,7 @@ class Multistage(RankingModule):
             ):
                 yield
         finally:
-            self._syncs = before
+            self._reduces = before
 
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
@@ -309,6 +322,8 @@ class Multistage(RankingModule):
                 raise DistapError("data.no_images", "no images were given")
             refuse_unusable(network, self.freeze_batchnorm)
             view.kind = inputs.kind(self.loss)
+            # Torch's random state gives the seed of dropout, so `torch.manual_seed` repeats a run;
+            # all ranks take the seed of rank 0.
             view.value = [count, are_alike(pieces), int(torch.randint(2**62, (), device=CPU))]
         counts, are_all_alike, seeds = zip(*view.values, strict=True)
         self._calls += 1

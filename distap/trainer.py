@@ -55,7 +55,7 @@ def trained(recipe: Recipe) -> Iterator[int]:
 
 
 class Trainer:
-    """The loop of a prepared training, seen from one rank; every rank makes a Trainer."""
+    """The training loop as one rank runs it."""
 
     def __init__(self, prepared: Prepared, world: World) -> None:
         self.prepared = prepared
@@ -86,9 +86,10 @@ class Trainer:
                     f"{self.recipe.run}: its checkpoints were removed meanwhile; start the training"
                     " again",
                 )
-            # The process before was asked to stop before this evaluation.
-            owes_evaluation = self.done > 0 and self._is_evaluation_due()
-            owes_evaluation = owes_evaluation and self.state.score is None
+            # A process that was asked to stop leaves the evaluation that was due to the next one.
+            owes_evaluation = (
+                self.done > 0 and self._is_evaluation_due() and self.state.score is None
+            )
             if self.done >= steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, steps)
                 return FINISHED
@@ -116,6 +117,7 @@ class Trainer:
             # Mining, an evaluation and a checkpoint do not count for the next step.
             lap = time.perf_counter()
             origin.step = share.step + 1
+            # At first only the head moves.
             self.learner.held = ("backbone",) if share.step < length.head_only else ()
             with traced(folder, self.world.rank, share.step + 1) if tracing else nullcontext():
                 result = self.step(share, length.rate(share.step))

@@ -24,7 +24,7 @@ import distap
 from distap import Multistage
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.stages.exactness import mixes_images, normalises_by_batch
+from distap.stages.exactness import normalises_by_batch, why_cut_matters
 from distap.world import World
 
 IMAGES = 22
@@ -302,8 +302,8 @@ def test_an_image_that_is_not_finite_spoils_no_statistics():
 
 def test_timm_s_batchnorm_with_an_activation_inside_counts_as_one():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct2d(4), nn.Flatten())
-    assert mixes_images(network.train()) == "1 normalises by the statistics of its micro-batch"
-    assert normalises_by_batch(network) and mixes_images(network.eval()) is None
+    assert why_cut_matters(network.train()) == "1 normalises by the statistics of its micro-batch"
+    assert normalises_by_batch(network) and why_cut_matters(network.eval()) is None
 
 
 def gradients_of(network, loss):

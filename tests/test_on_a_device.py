@@ -32,7 +32,7 @@ def trained(device, keep=0):
         learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device)
     )
     with watching() as moved:
-        for stage in ("describe", "_send_back"):
+        for stage in ("describe", "_run_passes"):
             watched(step.stages, stage, moved, waits[stage])
         batch = TensorBatch(*small_images(IMAGES), world, 1)
         if device.type != "cpu":
@@ -74,4 +74,4 @@ def test_a_step_on_a_device_has_the_same_bits_and_waits_for_nothing(keep):
     for actual, expected in zip(parameters, on_cpu[1], strict=True):
         assert torch.equal(actual, expected)
     assert waits["describe"] <= OF_STAGE
-    assert waits["_send_back"] == set()
+    assert waits["_run_passes"] == set()

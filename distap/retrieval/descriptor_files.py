@@ -176,6 +176,7 @@ def read_described(
         record |= {"data": str(record["data"]), "left_out": dict(record["left_out"])}
         described_by = DescribedBy(**record["described_by"])
         shape = int(record["images"]), int(record["dimensions"])
+        # Descriptors are recorded without a hash, and then only their size is compared.
         identities = {
             file: FileIdentity(**{"sha256": "", **record["files"][file]})
             for file in (name, KEYS_FILE, CLASSES_FILE)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from distap.retrieval.figures import GRADED, figures_named
-from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY, Block, Ties, gallery_tiles
+from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY_BOUNDS, Block, Ties, gallery_tiles
 from distap.retrieval.row_blocks import Descriptors, on_device, require_same_dimensions, taken
 from distap.retrieval.truth import NONE, Truth
 from distap.world import ALONE, World
@@ -19,7 +19,7 @@ MOST_QUERIES = 512  # of a block
 # Numbers of queries and their positives that are held at once, to be counted in one pass over the
 # gallery.
 HELD_NUMBERS = 2**25
-# A gallery up to this size is converted once, a larger one for every block of queries.
+# An array up to this size is converted to float32 once, a larger one again in every pass.
 RESIDENT_BYTES = 2**30
 
 
@@ -91,11 +91,9 @@ def evaluate_descriptors(
     if distractors is not None:
         others += len(distractors)
     table = _FigureTable(truth, figures, others, neighbours)
-    sides = _Sides(queries, gallery, truth, head)
-    if not (sides.is_mirrored or neighbours):  # then only positives are looked for
-        sides.order = sides.order[truth.counts[sides.order] > 0]
-    for passed in sides.passes():
-        blocks = [sides.block(places, ties) for places in passed]
+    sides = _Sides(queries, gallery, truth, head, neighbours)
+    for places_of_blocks in sides.passes():
+        blocks = [sides.block(places, ties) for places in places_of_blocks]
         for block in blocks:
             block.start(sides.gallery, neighbours)
         for tile in gallery_tiles(blocks, sides.gallery, distractors, sides.is_mirrored, world):
@@ -107,7 +105,10 @@ def evaluate_descriptors(
 
 
 class _Sides:
-    """Queries and gallery on their device, and the order in which blocks of queries are ranked."""
+    """Queries and gallery on their device, and the order in which blocks of queries are ranked.
+
+    A query's place is its index in `order`, its row the one that the caller gave it.
+    """
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class _Sides:
         gallery: Descriptors,
         truth: Truth,
         head: Int64[Tensor, "Q K"] | None,
+        neighbours: int,
     ) -> None:
         self._truth = truth
         self._head = head
@@ -126,38 +128,47 @@ class _Sides:
         # Queries with as many positives stand together, so that their tables have little padding.
         counts = truth.counts[truth.order]
         self.order = truth.order[counts.argsort(descending=True, stable=True)]
-        self.is_mirrored = is_same and head is None and self._is_mirrored()
+        self.is_mirrored = is_same and head is None and self._can_mirror()
         if self.is_mirrored:
+            # Sort the gallery as well, so that the queries of a block are also a range of columns.
             self.gallery = self._queries = self.gallery[self.order]
-            # The row to which each image has moved. The last one is that of NONE, which is -1.
-            self._moved = torch.cat([self.order.argsort(), self.order.new_tensor([NONE])])
+            # The place of each row. NONE, which is -1, indexes the last entry and so stays NONE.
+            self._place_of_row = torch.cat([self.order.argsort(), self.order.new_tensor([NONE])])
+        elif not neighbours:
+            # Nothing is reported of a query without a positive. (Mirroring needs all as columns.)
+            self.order = self.order[truth.counts[self.order] > 0]
 
     def _resident(self, descriptors: Descriptors, name: str) -> Descriptors:
         """Return a tensor on the truth's device; leave an array so large that it must be converted
         in blocks.
         """
-        is_array = not isinstance(descriptors, Tensor)
-        if is_array and math.prod(descriptors.shape) * 4 > RESIDENT_BYTES:
+        if (
+            not isinstance(descriptors, Tensor)
+            and math.prod(descriptors.shape) * 4 > RESIDENT_BYTES
+        ):
             return descriptors
         return on_device(descriptors[:], self._dtype, self._truth.device, name=name)
 
-    def _is_mirrored(self) -> bool:
+    def _can_mirror(self) -> bool:
         """Return whether half of the tiles suffices for a gallery that is its own queries.
 
-        A tile counts for the queries of two blocks then, so all queries are counted in one pass,
-        and their tables must fit into memory at once.
+        A tile then counts for the queries of two blocks, so one pass counts all queries, and their
+        tables must fit into memory at once.
         """
         widest = int(self._truth.counts.max())
         return (
             self._truth.is_symmetric
             and isinstance(self.gallery, Tensor)
             and self.gallery.device.type == "cpu"  # a GPU is faster with wide tiles
-            and widest <= MANY
+            and widest <= MANY_BOUNDS
             and 4 * len(self.order) * (widest + 1) <= HELD_NUMBERS
         )
 
     def passes(self) -> Iterator[list[range]]:
-        """Yield the blocks, as places in the order, that one pass over the gallery counts."""
+        """Yield the blocks, as ranges of places, that one pass over the gallery counts.
+
+        One pass counts many blocks, because each pass may read a gallery that is a file.
+        """
         counts = self._truth.counts[self.order]  # descending
         images, dimensions = self.gallery.shape
         width = min(CONVERTED_NUMBERS // dimensions, images)
@@ -165,9 +176,13 @@ class _Sides:
         numbers = 0
         start = 0
         while start < len(counts):
-            # A dozen tables of ranks and places are as wide as the greatest number of positives.
+            # Two things limit the height of a block: its tile is as wide as the columns that are
+            # read at once, and the dozen tables (up to 16) that its figures take are as wide as the
+            # most positives of a query.
             widest = int(counts[start])
             height = min(max(BLOCK_PAIRS // max(width, 16 * widest, 1), 1), MOST_QUERIES)
+            # Until the end of the pass each query holds about four of the tables, and its
+            # descriptor.
             held = height * (4 * widest + dimensions)
             if blocks and numbers + held > HELD_NUMBERS and not self.is_mirrored:
                 yield blocks
@@ -184,8 +199,10 @@ class _Sides:
         tables = self._truth.tables(rows)
         if self.is_mirrored:
             read = self._queries[places.start : places.stop]
-            positives = self._moved[tables.positives]
-            tables = tables._replace(positives=positives, ignored=self._moved[tables.ignored])
+            tables = tables._replace(
+                positives=self._place_of_row[tables.positives],
+                ignored=self._place_of_row[tables.ignored],
+            )
         else:
             read = taken(self._queries, rows)
         queries = on_device(read, self._dtype, rows.device, name="query of a block, at place")
@@ -202,8 +219,12 @@ class _FigureTable:
         self._others = others
         named = figures_named(figures)
         graded = {name: named.pop(name) for name in GRADED if name in named}
-        # Prefix of the figures' names, grades that count (None for all), and the figures.
-        self._groups = [("", None, graded), *((*group, named) for group in truth.groups.items())]
+        # Prefix of the figures' names, grades that count (None for all), and the figures. Graded
+        # figures take all grades into account, so they are computed once, not per group.
+        self._groups = [
+            ("", None, graded),
+            *((prefix, grades, named) for prefix, grades in truth.groups.items()),
+        ]
         counts = truth.counts
         unknown = counts.new_full(counts.shape, torch.nan, dtype=torch.float64)
         self._values = {
@@ -216,16 +237,18 @@ class _FigureTable:
 
     def add(self, block: Block) -> None:
         """Compute the figures of a block whose negatives are counted."""
-        every = block.ranked(self._others)
-        self._first_positive[block.rows] = every.ranks[:, 0]
+        all_grades = block.ranked(self._others)
+        self._first_positive[block.rows] = all_grades.ranks[:, 0]
         self._neighbours[block.rows] = block.nearest[1]
         for prefix, grades, figures in self._groups:
             if grades is None or block.tables.grades is None:
-                ranked = every
+                ranked = all_grades
             elif self._truth.levels is None:
+                # Positives of other grades are junk (Revisited Oxford: easy leaves out hard ones).
                 ranked = block.ranked_alone(grades, self._others)
             else:
-                ranked = every.among(grades)
+                # Positives of other grades are negatives: at a fine level, images of a coarser one.
+                ranked = all_grades.among(grades)
             for name, figure in figures.items():
                 self._values[f"{prefix} {name}".strip()][block.rows] = figure(ranked)
 

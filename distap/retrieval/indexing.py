@@ -295,11 +295,13 @@ def search_index(
             Faiss cannot build such an index.
     """
     values = given_rows(descriptors, dot_product=dot_product)
-    values = values.float().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    if isinstance(values, torch.Tensor):
+        values = values.float().cpu().numpy()
     names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
     of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
-    described_by = DescribedBy("", "")
-    descriptor_set = DescriptorSet(values, names, of_class, described_by, "descriptors in memory")
+    descriptor_set = DescriptorSet(
+        values, names, of_class, DescribedBy(network="", sizing=""), "descriptors in memory"
+    )
     built = build_index(descriptor_set, kind, search)
     built.about["index"]["dot_product"] = dot_product
     return built

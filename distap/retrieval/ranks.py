@@ -20,7 +20,7 @@ negatives that it ties with, or before them if asked for.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,17 +35,20 @@ from distap.world import World
 
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
 FIRST = 2.0**60  # above all similarities; its first 2**24 multiples are exact in float32
-# Bounds of a query: a pass over the tile for each is fastest up to FEW, and up to MANY faster than
-# sorting the tile.
-FEW = 16
-MANY = 64
-# With more than FEW bounds, the similarities that reach any are picked out if they are at most one
-# in so many.
-RARE = 16
-# Columns of a tile that is passed over for each bound, so that it stays in a CPU's cache.
+# How `count_above` counts depends on the number of bounds per query, which is that of positives:
+#
+#     to FEW_BOUNDS     compare the whole tile with the first bounds, then with the second ones ...
+#     to MANY_BOUNDS    on a CPU pick out the similarities that reach any bound, if they are rare;
+#                       otherwise as above
+#     beyond            on a CPU pick out as above, if they are rare; otherwise sort the tile
+FEW_BOUNDS = 16
+MANY_BOUNDS = 64
+RARE_ONE_IN = 16  # similarities are rare if at most one in so many reaches a bound
+# Width of the tiles that are compared once per bound, so that they stay in a CPU's cache.
 CACHED_COLUMNS = 1024
 
-# The query: positives rank after or before the negatives that they tie with.
+# Whether ties count against the query (positives rank after the negatives that they tie with) or
+# for it.
 Ties = Literal["against", "for"]
 
 
@@ -62,11 +65,14 @@ class Block:
     ties: Ties
     similarities: Float[Tensor, "q P"] = field(init=False)  # of the positives; infinite for padding
     width: Float[Tensor, "q P"] = field(init=False)  # up to which others tie with them
-    # that negatives before them reach, ascending; infinite: padding
+    # a negative comes before a positive if it reaches the positive's bound; ascending, padded with
+    # infinity
     bounds: Float[Tensor, "q P"] = field(init=False)
     order: Int64[Tensor, "q P"] = field(init=False)  # positives in the order of their bounds
     before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
-    named: range = field(init=False)  # gallery rows that head, positives and ignored are among
+    # from the first to the last gallery row that head, positives or ignored name: tiles outside
+    # need no masking
+    named: range = field(init=False)
     # similarities and rows of the nearest of the gallery, best first
     nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)
 
@@ -74,8 +80,9 @@ class Block:
         """Compute the bounds of the positives, before any tile is counted."""
         self._compare_positives(gallery)
         positives = self.tables.positives
-        for number in range(size := self.head.shape[1]):
-            self.similarities[positives == self.head[:, number, None]] = FIRST * (size - number)
+        size = self.head.shape[1]
+        for place in range(size):
+            self.similarities[positives == self.head[:, place, None]] = FIRST * (size - place)
         bounds = self.similarities + (-self.width if self.ties == "against" else self.width)
         bounds, order = bounds.masked_fill(positives == NONE, torch.inf).sort(dim=1)
         widest = max(int((positives != NONE).sum(1).max()), 1)
@@ -93,7 +100,8 @@ class Block:
         """Compute the similarities of the positives, and up to which width others tie with them."""
         queries = self.queries
         positives = self.tables.positives
-        # Queries come in the order of classes, so they share most of these rows.
+        # Queries come in the order of classes, so they share most of these rows. If NONE (-1) is
+        # among them, row 0 is read in its place, and its similarities are not used.
         rows, place = positives.unique(return_inverse=True)
         self.similarities, self.width = queries.new_full((2, *positives.shape), torch.inf).unbind()
         epsilon = torch.finfo(queries.dtype).eps
@@ -234,23 +242,26 @@ def gallery_tiles(
         distractors: (M, C), numbered from N.
         is_mirrored: the queries of the blocks, one block after the other, are the gallery.
     """
-    turns = cycle(range(world.size))
+    turns = cycle(range(world.size))  # ranks take the blocks of all strips in turn
     # Allocated once, since the system clears the memory that it gives.
     buffers = blocks[0].queries.new_empty(2, 0)
-    for source, first, columns, compared, mirror in _strips(
-        blocks, gallery, distractors, is_mirrored
-    ):
-        mine = [block for block in compared if next(turns) == world.rank]
-        if not mine:
+    for strip in _strips(blocks, gallery, distractors, is_mirrored):
+        blocks_of_rank = [block for block in strip.blocks if next(turns) == world.rank]
+        if not blocks_of_rank:
             continue
-        read = source[columns.start - first : columns.stop - first]
-        like = mine[0].queries
+        columns = strip.columns
+        read = strip.source[columns.start - strip.offset : columns.stop - strip.offset]
+        like = blocks_of_rank[0].queries
         rows = on_device(read, like.dtype, like.device, columns.start, "gallery descriptor")
-        for block in mine:
-            is_narrow = (
-                rows.device.type == "cpu" and block.bounds.shape[1] <= MANY and mirror is None
+        for block in blocks_of_rank:
+            # Where `count_above` passes over a tile once per bound, it is cut to fit a CPU's cache.
+            # A mirrored one stays whole: its columns are all queries of the mirror.
+            is_cut = (
+                rows.device.type == "cpu"
+                and block.bounds.shape[1] <= MANY_BOUNDS
+                and strip.mirror is None
             )
-            width = CACHED_COLUMNS if is_narrow else len(columns)
+            width = CACHED_COLUMNS if is_cut else len(columns)
             for start in range(0, len(columns), width):
                 part = rows[start : start + width]
                 size = len(block.rows) * len(part)
@@ -259,11 +270,22 @@ def gallery_tiles(
                 yield GalleryTile(
                     block,
                     columns[start : start + width],
-                    source is gallery,
-                    None if mirror is block else mirror,
+                    strip.source is gallery,
+                    # A tile on the diagonal holds each pair both ways already.
+                    None if strip.mirror is block else strip.mirror,
                     torch.mm(block.queries, part.t(), out=buffers[0, :size].view(-1, len(part))),
                     buffers[1],
                 )
+
+
+class _Strip(NamedTuple):
+    """Columns that are read together, and the blocks of queries to compare them with."""
+
+    source: Descriptors  # the gallery or the distractors
+    offset: int  # column of the source's first row
+    columns: range
+    blocks: Sequence[Block]
+    mirror: Block | None = None  # see `GalleryTile`
 
 
 def _strips(
@@ -271,20 +293,22 @@ def _strips(
     gallery: Descriptors,
     distractors: Descriptors | None,
     is_mirrored: bool,
-) -> Iterator[tuple[Descriptors, int, range, Sequence[Block], Block | None]]:
-    """Yield columns that are read together: their source, the number of its first row, the columns,
-    the blocks of queries to compare them with, and the mirror, see `GalleryTile`.
-    """
-    images = len(gallery)
-    height = max(CONVERTED_NUMBERS // gallery.shape[1], 1)
+) -> Iterator[_Strip]:
+    # Mirrored: the picture at the top of this file, column by column (c1 with b0 and b1).
     if is_mirrored:
         for number, block in enumerate(blocks):
-            yield gallery, 0, block.places, blocks[: number + 1], block
-    for source, first in ((None if is_mirrored else gallery, 0), (distractors, images)):
-        count = 0 if source is None else len(source)
-        for start in range(first, first + count, height):
-            columns = range(start, min(start + height, first + count))
-            yield source, first, columns, blocks, None
+            yield _Strip(gallery, 0, block.places, blocks[: number + 1], mirror=block)
+    else:
+        yield from _strips_of(gallery, 0, blocks)
+    if distractors is not None:
+        yield from _strips_of(distractors, len(gallery), blocks)
+
+
+def _strips_of(source: Descriptors, offset: int, blocks: Sequence[Block]) -> Iterator[_Strip]:
+    height = max(CONVERTED_NUMBERS // source.shape[1], 1)
+    for start in range(0, len(source), height):
+        stop = min(start + height, len(source))
+        yield _Strip(source, offset, range(offset + start, offset + stop), blocks)
 
 
 def _best(
@@ -318,11 +342,11 @@ def count_above(
         scratch: q n numbers or more, which are overwritten.
     """
     is_on_cpu = similarities.device.type == "cpu"
-    if is_on_cpu and bounds.shape[1] > FEW:
+    if is_on_cpu and bounds.shape[1] > FEW_BOUNDS:
         counts = _count_rare(similarities.numpy(), bounds.numpy())
         if counts is not None:
             return torch.from_numpy(counts)
-    if bounds.shape[1] > MANY:
+    if bounds.shape[1] > MANY_BOUNDS:
         if is_on_cpu:  # numpy sorts several times as fast
             ordered = torch.from_numpy(np.sort(similarities.numpy()))
         else:
@@ -330,30 +354,37 @@ def count_above(
         return similarities.shape[1] - torch.searchsorted(ordered, bounds.contiguous())
     # Vectorised: a comparison that writes the compared type, with all three tensors in one order in
     # memory.
-    is_above = scratch.as_strided(similarities.shape, similarities.stride())
-    columns = bounds.t().contiguous()
-    columns_counts = [
-        torch.ge(similarities, column[:, None], out=is_above).sum(1) for column in columns
+    reaches = scratch.as_strided(similarities.shape, similarities.stride())
+    counts_by_place = [
+        torch.ge(similarities, bound[:, None], out=reaches).sum(1)
+        for bound in bounds.t().contiguous()
     ]
-    return torch.stack(columns_counts, dim=1).long()
+    return torch.stack(counts_by_place, dim=1).long()
 
 
 def _count_rare(
     similarities: Float[np.ndarray, "q n"], bounds: Float[np.ndarray, "q P"]
 ) -> Int64[np.ndarray, "q P"] | None:
-    """Count as `count_above`, by one pass over the similarities; None unless few of them reach
-    their row's bounds.
+    """Count as `count_above`, by one pass over the similarities.
+
+    Return None if more than one in RARE_ONE_IN reaches a bound of its row: then this is slow.
     """
     queries, columns = similarities.shape
-    most = bounds.shape[1]
     # In the order of memory, so that nothing is copied: that of a transposed tile is Fortran's.
     order: Literal["F", "C"] = "F" if similarities.strides[0] < similarities.strides[1] else "C"
+    # Whatever reaches a bound of its row also reaches the first one, which is the lowest.
     places = np.flatnonzero((similarities >= bounds[:, :1]).ravel(order))
-    if len(places) * RARE > similarities.size:
+    if len(places) * RARE_ONE_IN > similarities.size:
         return None
     rows = places % queries if order == "F" else places // columns
-    reached = (similarities.ravel(order)[places] >= bounds.T[:, rows]).sum(0)  # of its row's bounds
-    counts = np.bincount(rows * (most + 1) + reached, minlength=queries * (most + 1))
-    # Bounds ascend, so a similarity that reaches r of them reaches the first r: bound j counts all
-    # with r above j.
-    return counts.reshape(queries, most + 1)[:, :0:-1].cumsum(1)[:, ::-1].copy()
+    # Bounds ascend, so a similarity that reaches r of them reaches the first r. In a row with
+    # three bounds:
+    #
+    #     r                                       0  1  2  3
+    #     similarities that reach r bounds        0  4  2  1    counted by one bincount of all rows
+    #     similarities that reach bound 1, 2, 3      7  3  1    their sums from the right
+    reached = (similarities.ravel(order)[places] >= bounds.T[:, rows]).sum(0)
+    width = bounds.shape[1] + 1
+    counts = np.bincount(rows * width + reached, minlength=queries * width)
+    from_right = counts.reshape(queries, width)[:, :0:-1].cumsum(1)
+    return from_right[:, ::-1].copy()

@@ -87,8 +87,8 @@ def reranked_heads(
         # eq. 7
         weights = np.where(_expanded_neighbourhoods(near), np.exp(-distances.astype(np.float64)), 0)
         weights /= weights.sum(axis=1, keepdims=True)
-        # Average over k2 neighbourhoods; only columns that overlap with node 0, the query, matter
-        # to it.
+        # Average the weights of each node over its k2 nearest. Only distances to node 0, the query,
+        # are wanted, and its common weight with any node is 0 in columns where its own are 0.
         averaged = near[:, :smoothing]
         weights = weights[:, weights[averaged[0]].any(axis=0)]
         smooth = sum(weights[column] for column in averaged.T) / averaged.shape[1]
@@ -136,13 +136,13 @@ class Refinement:
             from N), or None.
         """
         same = queries is gallery
-        if self.augment is not None and distractors is not None:
-            raise DistapError(
-                "evaluation.distractors_augmented",
-                "distractors given as descriptors are not augmented: leave database"
-                " augmentation out",
-            )
         if self.augment is not None:
+            if distractors is not None:
+                raise DistapError(
+                    "evaluation.distractors_augmented",
+                    "distractors given as descriptors are not augmented: leave database"
+                    " augmentation out",
+                )
             gallery = expanded(gallery, gallery, self.neighbours, self.augment, same=True)
         if same:
             queries = gallery

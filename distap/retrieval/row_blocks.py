@@ -63,10 +63,12 @@ def given_rows(
     """
     if isinstance(values, Iterator | ValuesView):
         values = list(values)
-    values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{name}s").detach()
+    if not isinstance(values, np.ndarray):
+        values = tensor_given(values, f"{name}s").detach()
     shape = tuple(values.shape)
     dtype = str(values.dtype).removeprefix("torch.")
-    values = values[None] if single and len(shape) == 1 else values
+    if single and len(shape) == 1:
+        values = values[None]
     if values.ndim != 2 or dtype.lstrip("<>") not in FLOATS:
         expected = f"(N, C){' or (C,)' * single} of {', '.join(FLOATS[:4])}"
         raise DistapError(
@@ -232,6 +234,7 @@ class DescriptorParts:
             chosen = np.arange(*chosen.indices(len(self)))
         numbers, back = np.unique(chosen, return_inverse=True)  # HDF5 reads ascending rows alone
         of_parts = np.split(numbers, np.searchsorted(numbers, self._ends[:-1]))
+        # It begins with no rows, because `np.concatenate` refuses an empty list.
         read = [np.empty((0, self.shape[1]), self.dtype)]
         for (name, rows), end, wanted in zip(
             self._parts, self._ends.tolist(), of_parts, strict=True

@@ -67,8 +67,10 @@ class Truth:
             return counts
         if self.is_symmetric and self.junk is None:  # each query is among those of its class
             return (counts - 1).clamp(min=0)
-        held = [row in rows for row, rows in zip(self.own.tolist(), self.positives, strict=True)]
-        return counts - torch.tensor(held, dtype=torch.int64, device=self.device)
+        lists_itself = [
+            row in rows for row, rows in zip(self.own.tolist(), self.positives, strict=True)
+        ]
+        return counts - torch.tensor(lists_itself, dtype=torch.int64, device=self.device)
 
     @cached_property
     def order(self) -> Int64[Tensor, " Q"]:
@@ -131,16 +133,22 @@ def class_truth(
     junk = None
     if cameras is not None:
         gallery_cameras = cameras[1].cpu().numpy()
-        by_query = [*zip(positives, cameras[0].tolist(), strict=True)]
-        is_junk = [(gallery_cameras[right] == camera) & (camera >= 0) for right, camera in by_query]
+        is_junk = [
+            (gallery_cameras[right] == camera) & (camera >= 0)
+            for right, camera in zip(positives, cameras[0].tolist(), strict=True)
+        ]
         junk = [right[same] for right, same in zip(positives, is_junk, strict=True)]
         positives = [right[~same] for right, same in zip(positives, is_junk, strict=True)]
-    count = query_labels.shape[1]
+    levels = query_labels.shape[1]
     groups: dict[str, Sequence[int] | None] = {"": None}
-    if count > 1:
+    if levels > 1:
         # An image is right at a level if it has the query's label there, and so at all coarser
-        # ones: its grade is at least the number of these levels.
-        groups = {f"level {k}" if k else "": range(count - k, count + 1) for k in range(count)}
+        # ones: its grade is at least the number of these levels. Of three levels:
+        #
+        #     ""          level 0, the finest: grade 3
+        #     "level 1"   grades 2 and 3
+        #     "level 2"   grades 1, 2 and 3
+        groups = {f"level {k}" if k else "": range(levels - k, levels + 1) for k in range(levels)}
     truth = Truth(
         len(labels),
         positives,
@@ -153,12 +161,12 @@ def class_truth(
         is_symmetric=is_of_itself,
     )
     if not bool(truth.counts.any()):
-        pairs = "queries has an image of its class in the gallery"
+        problem = "queries has an image of its class in the gallery"
+        if is_of_itself:
+            problem = "images has another of its class"
         raise DistapError(
             "evaluation.no_positives",
-            f"none of the {len(queries)}"
-            f" {'images has another of its class' if is_of_itself else pairs}: there is nothing to"
-            " retrieve",
+            f"none of the {len(queries)} {problem}: there is nothing to retrieve",
         )
     return truth
 

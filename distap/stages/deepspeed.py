@@ -96,7 +96,7 @@ class ZeroReplica(Replica):
         with self.world.collective("all_gather of the parameters"):
             gathered.__enter__()
         self._is_whole = True
-        # DeepSpeed's hooks would gather, release and compare notes with other ranks in every
+        # DeepSpeed's hooks would gather and release parameters, and so communicate, in every
         # forward pass.
         offload = self.zero.parameter_offload
         coordinator, offload.param_coordinator = offload.param_coordinator, _NothingToFetch()
@@ -108,7 +108,7 @@ class ZeroReplica(Replica):
             gathered.__exit__(None, None, None)
 
     def forward(self, images: Tensor) -> Tensor:
-        # parameters are whole: DeepSpeed's own forward would talk to other ranks
+        # parameters are whole: DeepSpeed's own forward would communicate
         if not torch.is_grad_enabled():
             return super().forward(images)
         with self._sharing("all_gather of parameters in a forward pass"):

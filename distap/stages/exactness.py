@@ -29,8 +29,11 @@ def default_drift(device: torch.device, is_float32: bool) -> float:
     return 1e-3 if rounds else 1e-4
 
 
-def mixes_images(network: nn.Module) -> str | None:
-    """Return which layer makes a descriptor depend on its micro-batch; None if none is known."""
+def why_cut_matters(network: nn.Module) -> str | None:
+    """Return which layer makes a descriptor depend on its micro-batch; None if none is known.
+
+    If there is one, replay has to cut the batch into the same micro-batches as describe.
+    """
     for name, module in network.named_modules():
         if not module.training:
             continue
@@ -61,25 +64,32 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     """Describe a few images in two cuts, and raise a DistapError if an image's descriptor differs.
 
     Args:
-        describe: from a number of images and a seed to the descriptors of the first so many.
+        describe: takes a number of images and a seed, and returns the descriptors of the first so
+            many images, described together with torch's random state at this seed.
         count: images of the larger cut, at least 2.
     """
 
     def agrees(images: int, seed: int = 0) -> bool:
-        smaller_cut = describe(images, seed).double()
-        larger_cut = describe(count, 0)[:images].double()
-        difference = (smaller_cut - larger_cut).abs().max()
-        # False for descriptors that are not finite: the step leaves them out, and logs it.
-        return not bool(difference > LEAST_MIXING * larger_cut.abs().max().clamp(min=1e-30))
+        """Return whether this cut gives the same descriptors as that of `count` with seed 0."""
+        descriptors = describe(images, seed).double()
+        expected = describe(count, 0)[:images].double()
+        difference = (descriptors - expected).abs().max()
+        # A NaN agrees: the step itself leaves descriptors that are not finite out, and logs it.
+        return not bool(difference > LEAST_MIXING * expected.abs().max().clamp(min=1e-30))
 
-    # A few passes over a few images tell apart what looks alike: mixing images, which is refused,
-    # and random numbers that depend on the cut, which the same cut in both stages brings back. If
-    # no random state brings the same descriptors back, the drift between the stages will show it.
+    # Descriptors may differ between cuts because the network mixes images, which is refused, or
+    # because it draws other random numbers in another cut, which does no harm: replay then cuts as
+    # describe did, and draws the same. Trials tell them apart, in this order:
+    #
+    #     images       seed   mode         what follows
+    #     count - 1    0      as it is     agrees: return, the cut does not matter
+    #     count        0      as it is     differs: return, no seed repeats it; the drift shows that
+    #     count        1      as it is     agrees: refuse, it draws nothing, so it mixes
+    #     count        1      evaluation   differs: return, it draws even here; only the drift tells
+    #     count - 1    0      evaluation   agrees: return, it was the draws; differs: refuse
     if agrees(count - 1) or not agrees(count):
         return
     if not agrees(count, seed=1):
-        # The network draws other numbers in another cut. Without them it must agree, and if it
-        # draws even in evaluation mode, only the drift can tell.
         with evaluating(network):
             if not agrees(count, seed=1) or agrees(count - 1):
                 return
@@ -133,7 +143,8 @@ class SavedBuffers:
     def __init__(self, network: nn.Module) -> None:
         self._saved = [
             (layer, name, buffer, buffer.clone())
-            for layer in filter(lambda module: module.training, network.modules())
+            for layer in network.modules()
+            if layer.training
             for name, buffer in layer.named_buffers(recurse=False)
             if buffer.layout is torch.strided
         ]

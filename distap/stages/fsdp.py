@@ -47,8 +47,8 @@ class FSDPReplica(Replica):
         super().__init__(network, world, forward)
         self.keeps_graphs = not frees
         self._syncs = syncs
-        # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call
-        # us at all.
+        # FSDP itself gives every shard its gradient. But autograd calls replay only if it has an
+        # input that requires a gradient, so this one stands in.
         self.inputs: list[Tensor] = [torch.zeros((), device=self.world.device, requires_grad=True)]
         self.gradients: list[Tensor | None] = [None]
         inner = [module for module in self.network.modules() if isinstance(module, FSDPModule)]

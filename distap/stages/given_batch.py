@@ -25,8 +25,8 @@ Pool = Callable[[Tensor], Tensor]
 class GivenBatch:
     """One rank's images, as several nested tensors `pieces`, each with some rows.
 
-    A rank with fewer images than others repeats its last one, up to `share`; these rows take no
-    piece.
+    A rank with fewer images than others repeats its last one, up to `share`, by its number and
+    without a copy; `present` is False for these rows.
 
     Args:
         seed: the same on all ranks.
@@ -53,7 +53,8 @@ class GivenBatch:
         self.extra = inputs.extra
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self.labels, self.present, self.samples = inputs.padded(share)
-        self._images = torch.arange(share).clamp(max=len(inputs.labels) - 1)  # of each row
+        # The image of each row; rows beyond this rank's images have the last one.
+        self._image_of_row = torch.arange(share).clamp(max=len(inputs.labels) - 1)
         self._pieces = pieces
         self._starts = torch.tensor([0, *accumulate(map(rows_of, pieces))])
         self._is_blank = torch.zeros(share, dtype=torch.bool)
@@ -61,7 +62,7 @@ class GivenBatch:
     def images(self, rows: Rows) -> Any:
         # Rows may lie in several of the caller's pieces: pick from each, then join, where all are
         # alike.
-        wanted = self._images[rows]
+        wanted = self._image_of_row[rows]
         of_piece = torch.searchsorted(self._starts, wanted, right=True) - 1
         picked = []
         for number in of_piece.unique().tolist():
@@ -88,8 +89,8 @@ class Outputs:
     pool: Pool | None
 
     def __post_init__(self) -> None:
-        # As it is at the call: `backward`, in which the replay runs, may be outside the caller's
-        # region.
+        # The autocast of the forward call, for replay too: it runs in `backward`, which the caller
+        # may call outside `torch.autocast`.
         kind = self.world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -97,8 +98,11 @@ class Outputs:
     def default_drift(self) -> float:
         """Return the default limit of the difference between an image's two descriptors."""
         _, _, is_autocast = self._autocast
-        parameters = self.network.parameters()
-        dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+        dtypes = {
+            parameter.dtype
+            for parameter in self.network.parameters()
+            if parameter.is_floating_point()
+        }
         is_exact = not is_autocast and dtypes <= {torch.float32, torch.float64}
         return default_drift(self.world.device, is_exact)
 

@@ -69,7 +69,10 @@ class MicroBatchSizes:
 
     def first_kept(self, share: int) -> int:
         """Return the first row that keeps its graph: the last micro-batches hold it shortest."""
-        return max(-(-share // self.images) - self.keep, 0) * self.images if self.keep else share
+        if not self.keep:
+            return share
+        micro_batches = -(-share // self.images)  # rounded up
+        return max(micro_batches - self.keep, 0) * self.images
 
     def halve(self, stage: str, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
         """Halve what a stage holds in memory, after `error` in a micro-batch.

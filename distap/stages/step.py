@@ -44,9 +44,9 @@ from distap.stages.exactness import (
     SavedBuffers,
     drift,
     drift_error,
-    mixes_images,
     normalises_by_batch,
     refuse_mixing,
+    why_cut_matters,
     without_caches,
 )
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
@@ -67,7 +67,8 @@ class Described:
     graphs: dict[int, Tensor]  # descriptors with their graph, by their micro-batch's first row
     gathering: Gathering  # carries them to the other ranks
     buffers: SavedBuffers  # of the network, before this stage
-    lost: list[int] = field(default_factory=list)  # rows whose descriptor is not finite
+    # rows whose descriptor is not finite, which `gather` fills in
+    lost: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -96,7 +97,7 @@ class ThreeStages:
     probed: bool = False  # whether the network was seen to depend on image and random state alone
 
     def __post_init__(self) -> None:
-        self._mixing = mixes_images(self.replica.network)
+        self._why_cut_matters = why_cut_matters(self.replica.network)
         keep = self.sizes.keep
         if keep and not self.replica.keeps_graphs:
             raise DistapError(
@@ -108,7 +109,7 @@ class ThreeStages:
                 "loss.takes_no_memory",
                 f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out",
             )
-        self._is_bound = False  # in a backward pass that cannot be given up
+        self._cannot_restart = False  # while a backward pass runs that cannot be given up
 
     def describe(self, batch: Batch) -> Described:
         """Stage one: describe this rank's images. Some of them keep their graph."""
@@ -135,7 +136,7 @@ class ThreeStages:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, buffers, keeps)
                 except RuntimeError as error:
-                    self.sizes.halve("describe", keeps, error, self._mixing)
+                    self.sizes.halve("describe", keeps, error, self._why_cut_matters)
                     # Graphs that wait for the replay hold the memory that is missing. Their
                     # descriptors stay.
                     if keeps:
@@ -270,35 +271,36 @@ class ThreeStages:
                 described.graphs,
                 self.sizes.images,
                 limit=limit,
-                regroup=self._mixing is None,
+                regroup=self._why_cut_matters is None,
                 lockstep=self.world if self.replica.lockstep else None,
             )
             try:
-                return self._send_back(batch, described, passes)
+                return self._run_passes(batch, described, passes)
             except RuntimeError as error:
-                obstacle = self._mixing
-                if self.replica.lockstep or self._is_bound:
+                obstacle = self._why_cut_matters
+                if self.replica.lockstep or self._cannot_restart:
                     obstacle = "this engine cannot give up what it has begun"
                 self.sizes.halve("replay", False, error, obstacle)
-            # All gradients so far are given up: a smaller cut begins from nothing. Of a graph that
-            # was sent back autograd has freed what a second backward pass would need.
+            # A smaller cut begins from nothing: all gradients so far are given up, and all kept
+            # graphs, since a backward pass through one has freed what a second one would need.
             self.replica.discard()
             described.graphs.clear()
 
-    def _send_back(
+    def _run_passes(
         self, batch: Batch, described: Described, passes: list[BackwardPass]
     ) -> tuple[Tensor, Tensor]:
-        """Run the backward passes.
+        """Run the backward passes: those of kept graphs, which come first, and the replayed ones.
 
-        Returns this rank's drift, and its numbers of replayed and of kept images, (2,).
+        Returns this rank's drift, and its numbers of replayed images and of images whose graph was
+        kept, (2,), without those of gradient zero. Both stay on the device: reading them here would
+        wait for it.
         """
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
-        with_graph = sum(micro_batch.descriptors is not None for micro_batch in passes)
+        kept = sum(micro_batch.descriptors is not None for micro_batch in passes)
         for number, micro_batch in enumerate(passes):
-            # Kept graphs come first: their backward passes may need the buffers that describe has
-            # left.
-            if number == with_graph:
+            # Not before: kept graphs may need the buffers that describe has left.
+            if number == kept:
                 described.buffers.restore()
             descriptors = micro_batch.descriptors
             if descriptors is None:
@@ -306,12 +308,12 @@ class ThreeStages:
                 if not micro_batch.is_padding:
                     before = described.descriptors[micro_batch.rows]
                     worst = torch.maximum(worst, drift(descriptors.detach(), before))
-            counts[int(number < with_graph)] += micro_batch.gradient.any(dim=1).sum()
-            self._is_bound = not self.replica.survives_backward
+            counts[int(number < kept)] += micro_batch.gradient.any(dim=1).sum()
+            self._cannot_restart = not self.replica.survives_backward
             is_last = number == len(passes) - 1
             with self.stopwatch.stage("network", part_of_outer=True):
                 self.replica.backward(descriptors, micro_batch.gradient, is_last)
-            self._is_bound = False
+            self._cannot_restart = False
         return worst, counts
 
     def _forward(
@@ -327,7 +329,7 @@ class ThreeStages:
             images = tree_map_only(Tensor, Tensor.clone, images)
         # The first image's slot stands for its micro-batch. Layers that draw for the whole
         # micro-batch draw alike in describe and replay, since the two cut alike where there are
-        # such layers (`mixes_images`).
+        # such layers (`why_cut_matters`).
         first = int(rows.start if isinstance(rows, slice) else rows[0])
         slot = self.world.slots(batch.total)[first]
         with self.stopwatch.stage("network", part_of_outer=True):

@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 from distap.errors import DistapError
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import LABELLED_FIGURES
-from distap.retrieval.ranks import FEW, MANY, count_above
+from distap.retrieval.ranks import FEW_BOUNDS, MANY_BOUNDS, count_above
 from distap.retrieval.truth import class_truth
 
 
@@ -68,7 +68,8 @@ def test_figures_equal_those_of_sorting_each_gallery_behind_its_head(
 
 @pytest.mark.parametrize("lowest", [-3, 4])
 @pytest.mark.parametrize(
-    ("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, True), (MANY + 1, False)]
+    ("bounds", "transposed"),
+    [(3, False), (3, True), (FEW_BOUNDS + 1, True), (MANY_BOUNDS + 1, False)],
 )
 def test_negatives_are_counted_by_comparing_or_by_sorting_or_one_by_one(bounds, transposed, lowest):
     generator = torch.Generator().manual_seed(5)
