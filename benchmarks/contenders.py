@@ -114,8 +114,9 @@ def loaded_shares(
 
 
 def seeded_network(backbone: str, weights: str, image_size: int | None = None) -> RetrievalNetwork:
-    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a
-    package.
+    """Return a network in training mode.
+
+    `weights` is random, timm, a file with a suffix, or a package.
 
     Some networks are built for one size of images.
     """

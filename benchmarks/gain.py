@@ -188,8 +188,9 @@ class GainBenchmark(harness.Benchmark):
         return harness.Report(rows, [harness.table_of(title, CAPTION, rows, SHOWN)])
 
     def trained(self, name: str, contender: str, changes: str, lines: list[Line]) -> Iterator[Line]:
-        """Yield the trainings of a contender on a set, some of them done before; first those that
-        choose its rate.
+        """Yield the trainings of a contender on a set, some of them done before.
+
+        First those that choose its rate.
         """
         place = placed(name)
         judge = Judge(place, contender, changes, self.seconds)
@@ -200,8 +201,9 @@ class GainBenchmark(harness.Benchmark):
             yield self.line(judge, name, best, seed, False, lines)
 
     def best_rate(self, lines: Iterable[Line]) -> float:
-        """Return the rate with which held-out classes are ranked best; the only one needs no
-        choice.
+        """Return the rate with which held-out classes are ranked best.
+
+        The only one needs no choice.
         """
         held_out = (line for line in lines if line["held_out"])
         return (
@@ -295,8 +297,9 @@ class Judge:
         self._paces: dict[bool, float] = {}  # seconds of a step, by whether classes are held out
 
     def __call__(self, rate: float, seed: int, held_out: bool) -> Line:
-        """Train with a learning rate and a seed; return the figures, the updates, and the seconds
-        that they took.
+        """Train with a learning rate and a seed.
+
+        Return the figures, the updates, and the seconds that they took.
         """
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._recipe, rate, seed, held_out)
@@ -394,8 +397,9 @@ def looped(
 
 
 class DrawnBatch(SeededBatch):
-    """Images of a recipe's training classes; its own batches, or for a plain loop those of the
-    library's sampler.
+    """Images of a recipe's training classes.
+
+    Its own batches, or for a plain loop those of the library's sampler.
     """
 
     def __init__(self, recipe: Recipe, name: str) -> None:

@@ -81,8 +81,9 @@ class Benchmark(BaseModel):
         raise NotImplementedError
 
     def on_rank(self, world: World) -> Any:
-        """Measure on one of several ranks and return figures for JSON; only those of rank 0 are
-        used.
+        """Measure on one of several ranks and return figures for JSON.
+
+        Only those of rank 0 are used.
         """
         raise NotImplementedError
 
@@ -140,8 +141,10 @@ def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
 
 
 def worker_command(benchmark: Benchmark) -> list[str]:
-    """Return the command of a process that measures as one rank; to be started with
-    `worker_pipes`."""
+    """Return the command of a process that measures as one rank.
+
+    To be started with `worker_pipes`.
+    """
     return [
         sys.executable,
         "-m",

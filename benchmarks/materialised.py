@@ -21,8 +21,9 @@ VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, ab
 def materialised_bytes(
     loss: Loss, batch: int, itemsize: int = 4, recall_queries: int | None = None
 ) -> int | None:
-    """About what `materialised_loss` and its backward take; None if the loss has no materialised
-    form here.
+    """About what `materialised_loss` and its backward take.
+
+    None if the loss has no materialised form here.
 
     RS@k may take its queries one by one (`released_recall_gradient`): `recall_queries` of them at
     once.

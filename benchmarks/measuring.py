@@ -34,8 +34,9 @@ ELEMENT_BYTES |= {"unsigned char": 1, "signed char": 1, "bool": 1}
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> float:
-    """Bytes by which memory rises above its level at the start while `action` runs; not a number if
-    unknown.
+    """Bytes by which memory rises above its level at the start while `action` runs.
+
+    Not a number if unknown.
 
     On a GPU this counts PyTorch's allocations, on Linux the resident memory, whose peak the kernel
     can reset.
@@ -152,8 +153,9 @@ class CollectiveCalls(NamedTuple):
 
 
 def collectives_of(action: Callable[[], object]) -> list[CollectiveCalls]:
-    """Collectives that this rank calls while `action` runs, as the profiler sees them; most bytes
-    first.
+    """Collectives that this rank calls while `action` runs, as the profiler sees them.
+
+    Most bytes first.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         action()
@@ -171,8 +173,9 @@ def collectives_of(action: Callable[[], object]) -> list[CollectiveCalls]:
 
 
 def gradient_of(step: Callable[[], object], optimizer: Optimizer | None) -> Tensor | None:
-    """Gradient of all parameters, one after another, with which a step's optimiser updates; None if
-    it does not.
+    """Gradient of all parameters, one after another, with which a step's optimiser updates.
+
+    None if it does not.
     """
     recorded: list[Tensor] = []
 

@@ -18,8 +18,9 @@ from distap.ranking.losses.base import DescriptorLoss
 
 @dataclass(frozen=True)
 class MetricLearning(DescriptorLoss, SizedLoss):
-    """A loss of pytorch-metric-learning, computed on rank 0 for all; needs memory for at least B x
-    B values.
+    """A loss of pytorch-metric-learning, computed on rank 0 for all.
+
+    Needs memory for at least B x B values.
 
     A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and
     `dimensions`.

@@ -273,8 +273,9 @@ PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {
 
 
 def lines_of(contender: Contender) -> int | None:
-    """Lines of code that a user writes for a step in her own loop; None for what is not one's own
-    loop.
+    """Lines of code that a user writes for a step in her own loop.
+
+    None for what is not one's own loop.
     """
     if not isinstance(contender, FullBatch):
         return None
@@ -299,8 +300,9 @@ def _reducing(network: nn.Module, is_last: bool) -> AbstractContextManager[None]
 
 
 def _loss_of_all(descriptors: Tensor, task: Task) -> Tensor:
-    """The loss of the global batch, differentiable in this rank's descriptors; times W, by which
-    DDP divides.
+    """The loss of the global batch, differentiable in this rank's descriptors.
+
+    Times W, by which DDP divides.
     """
     world = task.world
     total = task.batch.total

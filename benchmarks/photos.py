@@ -61,8 +61,9 @@ def packed(
 def pack(
     images: Path | Listing | Sequence[ImageFile], output: Path, *arguments: Any, **layout: Any
 ) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index next to them; return the index and the files that were
-    left out.
+    """Pack images into shards with an index next to them.
+
+    Return the index and the files that were left out.
 
     `images` are in the order in which to pack them; or a folder or CSV, as in `list_images`. Their
     paths are kept within the folder, or within the lowest one that holds all of them. See

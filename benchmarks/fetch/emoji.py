@@ -85,8 +85,9 @@ class Vendor(NamedTuple):
 
 
 def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict[str, Any]:
-    """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there
-    already are kept.
+    """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png.
+
+    Images that are there already are kept.
 
     Images have `size` x `size` pixels. The lists output/{train,test}.csv name each image's class,
     its subgroup of Unicode (level1) and its group (level2). Returns the contents of

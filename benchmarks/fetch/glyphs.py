@@ -131,8 +131,9 @@ def listed_fonts(text: str = FONTS) -> list[Font]:
 
 
 def fetch_glyphs(output: Path, size: int = 64, track: Track = untracked) -> dict[str, Any]:
-    """Fetch and draw the set into output/{train,test}/CHARACTER/FONT.png; images that are there
-    already are kept.
+    """Fetch and draw the set into output/{train,test}/CHARACTER/FONT.png.
+
+    Images that are there already are kept.
 
     Images have `size` x `size` pixels, in black on white. The lists output/{train,test}.csv name
     each image's class, its block within its script (level1) and its script (level2). Returns the
@@ -156,8 +157,9 @@ def draw_set(
     properties: Path,
     track: Track = untracked,
 ) -> dict[str, Any]:
-    """Draw the set from fonts and their archives, and that of Unicode's properties; see
-    `fetch_glyphs`.
+    """Draw the set from fonts and their archives, and that of Unicode's properties.
+
+    See `fetch_glyphs`.
     """
     folder = output / SURVEYS / str(size)
     tasks = [

@@ -42,8 +42,10 @@ def finish(record: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[Path]:
-    """Fetch npm packages such as @scope/name@1.2.3 into `folder`; returns their archives, in
-    order."""
+    """Fetch npm packages such as @scope/name@1.2.3 into `folder`.
+
+    Returns their archives, in order.
+    """
     npm = shutil.which("npm")
     if npm is None:
         raise DistapError(
@@ -107,8 +109,10 @@ def is_drawn(path: Path) -> bool:
 
 
 def write_image(path: Path, png: bytes) -> None:
-    """Write an image so that a kill leaves the whole file or none; `finish` brings it to the
-    disk."""
+    """Write an image so that a kill leaves the whole file or none.
+
+    `finish` brings it to the disk.
+    """
     aside = path.with_suffix(".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside.write_bytes(png)

@@ -50,8 +50,9 @@ CARDS = {
 def machine_of(
     name: str, network: NetworkCost, recipe: Recipe, link: float, gpus_a_host: int
 ) -> Machine:
-    """Return the machine that hosts of a card's GPUs make; `link` is the bytes a second of a host's
-    network.
+    """Return the machine that hosts of a card's GPUs make.
+
+    `link` is the bytes a second of a host's network.
     """
     card = CARDS.get(name.lower())
     if card is None:

@@ -77,8 +77,10 @@ def parse_gpus(text: str, batch: int) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return a rate in bytes per second; `400Gb` is in bits per second, `50GB` in bytes per
-    second."""
+    """Return a rate in bytes per second.
+
+    `400Gb` is in bits per second, `50GB` in bytes per second.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
     if match is None or float(match[1]) == 0:
         raise DistapError(

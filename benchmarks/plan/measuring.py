@@ -72,8 +72,10 @@ class Trial:
     def seconds(
         self, steps: Sequence[tuple[TrainingStep, Any]], rounds: int
     ) -> list[dict[str, float]]:
-        """Return the median seconds of each step by stage, of the slowest rank; steps take
-        turns."""
+        """Return the median seconds of each step by stage, of the slowest rank.
+
+        Steps take turns.
+        """
         taken: list[list[dict[str, float]]] = [[] for _ in steps]
         for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
             for (step, batch), step_seconds in zip(steps, taken, strict=True):
@@ -95,8 +97,9 @@ class Trial:
         ]
 
     def machine(self, rounds: int, link: float, gpus_a_host: int) -> Machine:
-        """Measure this machine; `link` is the bytes a second between hosts, if all ranks are on
-        one.
+        """Measure this machine.
+
+        `link` is the bytes a second between hosts, if all ranks are on one.
         """
         world = self._world
         keep = KEPT * self.learner.replica.keeps_graphs

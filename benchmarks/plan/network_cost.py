@@ -53,8 +53,9 @@ class NetworkCost(NamedTuple):
 
 
 def network_cost(recipe: Recipe) -> NetworkCost:
-    """Count the training passes of a recipe's network without its weights; a large one takes
-    seconds.
+    """Count the training passes of a recipe's network without its weights.
+
+    A large one takes seconds.
     """
     with torch.device("meta"):
         network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
@@ -133,8 +134,9 @@ def _counts(network: nn.Module, recipe: Recipe, images: int) -> dict[str, int]:
 
 
 def _move_to_fake_cpu(network: nn.Module) -> None:
-    """Replace meta tensors, to which autocast does not apply, with fake CPU tensors; `Module.to`
-    cannot.
+    """Replace meta tensors, to which autocast does not apply, with fake CPU tensors.
+
+    `Module.to` cannot.
     """
     for module in network.modules():
         for name, tensor in [

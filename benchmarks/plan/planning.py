@@ -48,8 +48,9 @@ CAPTION = (
 
 
 def planned_steps(recipe: Recipe, batch: int) -> int:
-    """Return the steps of a training before its start; raise a DistapError for epochs of missing
-    images.
+    """Return the steps of a training before its start.
+
+    Raise a DistapError for epochs of missing images.
     """
     if recipe.steps is not None:
         return recipe.steps

@@ -196,8 +196,9 @@ class StepCost:
 
     @property
     def _message(self) -> float:
-        """Bytes of the message that sums gradients over ranks, a copy of them; all in one, if it is
-        not too long.
+        """Bytes of the message that sums gradients over ranks, a copy of them.
+
+        All in one, if it is not too long.
         """
         longest = min(self.network.trained, self.sharding.longest_message)
         return FLOAT32 * longest if self.ranks > 1 else 0.0
@@ -313,8 +314,9 @@ class StepCost:
 
 
 def bins_of(loss: Loss) -> int | None:
-    """Return the bins of a histogram loss or of a sum of them; None if a loss needs whole rows of
-    similarities.
+    """Return the bins of a histogram loss or of a sum of them.
+
+    None if a loss needs whole rows of similarities.
     """
     terms = [term for _, term in loss.terms] if isinstance(loss, WeightedSum) else [loss]
     bins = [term.centres for term in terms if isinstance(term, HistogramLoss)]
@@ -322,8 +324,9 @@ def bins_of(loss: Loss) -> int | None:
 
 
 def pairs_of(queries: int, gallery: int, loss: Loss) -> float:
-    """Pairs to rank; a histogram loss counts a pair of two own images once, which is half of its
-    work.
+    """Pairs to rank.
+
+    A histogram loss counts a pair of two own images once, which is half of its work.
     """
     pairs = queries * gallery
     return pairs if bins_of(loss) is None else pairs - queries**2 / 4

@@ -79,8 +79,9 @@ def dots_svg(title: str, marks: Sequence[Mark], before: float | None = None) -> 
 def lines_svg(
     title: str, x_label: str, names: Sequence[str], series: Mapping[str, Sequence[Mark | None]]
 ) -> str:
-    """An SVG file with a line for each series, over equally spaced `names`; a mark that is None is
-    left out.
+    """An SVG file with a line for each series, over equally spaced `names`.
+
+    A mark that is None is left out.
     """
     marks = [mark for line in series.values() for mark in line if mark is not None]
     bottom = TOP + PLOT_HEIGHT

@@ -188,8 +188,9 @@ class Grid:
             raise DistapError(error.code, f"{file}: {error}") from error
 
     def _names(self, only: Sequence[str]) -> set[str]:
-        """Return the names in `only`, which may have commas themselves; check all names that the
-        study refers to.
+        """Return the names in `only`, which may have commas themselves.
+
+        Check all names that the study refers to.
         """
         axes = self.study.axes
         against = self.study.against

@@ -125,8 +125,10 @@ class Results:
         self._done[_names(result.names), result.fingerprint] = result
 
     def of(self, job: Job) -> Result | None:
-        """Return the result of a training that is done; a DistapError names a figure that it
-        lacks."""
+        """Return the result of a training that is done.
+
+        A DistapError names a figure that it lacks.
+        """
         result = self._done.get((_names(job.point.names), job.fingerprint))
         if result is not None:
             study = self.grid.study
@@ -143,8 +145,9 @@ class Results:
         return result
 
     def best(self, point: Point) -> Result | None:
-        """Return the training with the best of the searched values; None until all of them are
-        tried.
+        """Return the training with the best of the searched values.
+
+        None until all of them are tried.
         """
         tried = [self.of(job) for job in self.grid.jobs(point, 0)]
         by = f"validation/{self.grid.study.chosen_by}"
@@ -170,8 +173,9 @@ class Results:
         return rows
 
     def before(self) -> Mapping[str, float]:
-        """Return the figures of the network that all trainings begin with; none if there is no such
-        network.
+        """Return the figures of the network that all trainings begin with.
+
+        None if there is no such network.
         """
         jobs = (
             (job for point in self.grid.points for job in self.grid.jobs(point, 0))

@@ -33,8 +33,9 @@ OUTPUT = "output.log"  # what a training prints
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder if needed, and lock it; raise a DistapError while another process has locked
-    it.
+    """Make the folder if needed, and lock it.
+
+    Raise a DistapError while another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:

@@ -55,8 +55,9 @@ def train_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
     take_over: TAKES_OVER = False,
 ) -> None:
-    """Train a recipe with the three-stage step; an interrupted run goes on from its newest
-    checkpoint.
+    """Train a recipe with the three-stage step.
+
+    An interrupted run goes on from its newest checkpoint.
 
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's
     options.

@@ -75,8 +75,9 @@ class EvaluationSet:
         return len(self.images.sets) < len(self.queries) + len(self.gallery)
 
     def describe(self, describing: Describing) -> "DescribedSet":
-        """Describe queries, each within its box, and gallery on all ranks; every rank gets all
-        descriptors.
+        """Describe queries, each within its box, and gallery on all ranks.
+
+        Every rank gets all descriptors.
         """
         images = self.images
         truth = self.truth

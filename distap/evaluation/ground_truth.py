@@ -228,8 +228,9 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         is_of_itself: bool = False,
         lost: Collection[Name] = (),
     ) -> Truth:
-        """Return the truth of some queries for a gallery of images by name; if a name repeats, take
-        the first.
+        """Return the truth of some queries for a gallery of images by name.
+
+        If a name repeats, take the first.
 
         Args:
             is_of_itself: a query that has the name of a gallery's image is that image, and leaves
@@ -370,8 +371,9 @@ def read_truth(path: Path) -> GroundTruth:
 
 
 def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
-    """Check a ground truth given as a mapping with the keys of its file; `where` names it in
-    messages.
+    """Check a ground truth given as a mapping with the keys of its file.
+
+    `where` names it in messages.
     """
     try:
         parsed = GroundTruth.model_validate(truth)

@@ -33,8 +33,9 @@ Figures = Annotated[dict[str, float], BeforeValidator(_without_null)]
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Hits of Q queries among N images. Rows are numbered 0 to N-1; a separate gallery's rows
-    follow the queries'.
+    """Hits of Q queries among N images. Rows are numbered 0 to N-1.
+
+    A separate gallery's rows follow the queries'.
     """
 
     # (N,) number in the data set's index, ascending; another gallery is numbered after it

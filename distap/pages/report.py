@@ -84,8 +84,9 @@ class Run:
 
     @property
     def outside_network_share(self) -> float | None:
-        """Return the share of step time spent outside the network's forward and backward; None
-        without steps.
+        """Return the share of step time spent outside the network's forward and backward.
+
+        None without steps.
         """
         step_seconds = sum(entry["seconds"]["step"] for entry in self.steps)
         network = sum(entry["seconds"]["network"] for entry in self.steps)

@@ -155,8 +155,9 @@ def _is_exposed(serves: bool, listener: socket.socket | None) -> bool:
 
 
 def listening_socket(host: str, port: int, has_others: bool = False) -> socket.socket | None:
-    """Return a socket that listens at the address of this machine that `host` names; torch's own
-    listens at all.
+    """Return a socket that listens at the address of this machine that `host` names.
+
+    Torch's own listens at all.
 
     It listens at all addresses too if `host` names none of this machine, as behind a forwarded
     port, or if other hosts come and it is a name that stands for several addresses, or for a

@@ -104,8 +104,9 @@ class Watchdog:
 
     @contextmanager
     def collective(self, name: str, device: torch.device | None = None) -> Iterator[None]:
-        """Watch the enclosed collective; raise a CollectiveError if the network or another rank
-        breaks it.
+        """Watch the enclosed collective.
+
+        Raise a CollectiveError if the network or another rank breaks it.
 
         Every rank enters the collectives in the same order.
         """
@@ -145,8 +146,9 @@ class Watchdog:
         self._condemned.set()
 
     def _beat(self) -> None:
-        """Exchange heartbeats with the store; only this thread calls the store, since a call may
-        never return.
+        """Exchange heartbeats with the store.
+
+        Only this thread calls the store, since a call may never return.
         """
         while not self._leaving.is_set():
             try:

@@ -57,8 +57,9 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @pydantic.dataclasses.dataclass(frozen=True)  # checked, since it is read from JSON
 class DescribedBy:
-    """A record of how images were turned into descriptors; only those made in the same way can be
-    compared.
+    """A record of how images were turned into descriptors.
+
+    Only those made in the same way can be compared.
     """
 
     network: str  # hash of its tensors

@@ -139,8 +139,9 @@ class _Sides:
             self.order = self.order[truth.counts[self.order] > 0]
 
     def _resident(self, descriptors: Descriptors, name: str) -> Descriptors:
-        """Return a tensor on the truth's device; leave an array so large that it must be converted
-        in blocks.
+        """Return a tensor on the truth's device.
+
+        Leave an array so large that it must be converted in blocks.
         """
         if (
             not isinstance(descriptors, Tensor)

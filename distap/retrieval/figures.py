@@ -62,8 +62,9 @@ class Ranked:
         others: int,
         grades: Int64[Tensor, "q P"] | None = None,
     ) -> "Ranked":
-        """Rank positives in any order by the number of negatives before each; `grades` are in the
-        order of ranks.
+        """Rank positives in any order by the number of negatives before each.
+
+        `grades` are in the order of ranks.
         """
         ascending = before.masked_fill(~exists, LAST_RANK).sort(dim=1).values
         place = torch.arange(1, before.shape[1] + 1, device=before.device)

@@ -172,8 +172,9 @@ class Block:
         return Ranked.by_negatives(self.before, chosen & (self.tables.positives != NONE), others)
 
     def _grades_by_rank(self) -> Int64[Tensor, "q P"] | None:
-        """Return the positives' grades in the order of their similarities; the lower come first
-        among ties.
+        """Return the positives' grades in the order of their similarities.
+
+        The lower come first among ties.
         """
         if self.tables.grades is None:
             return None
@@ -201,8 +202,9 @@ class GalleryTile:
     scratch: Float[Tensor, " _"]  # q n numbers or more, to overwrite
 
     def count(self) -> None:
-        """Count the negatives that reach the queries' bounds, and update the nearest rows;
-        overwrite the similarities.
+        """Count the negatives that reach the queries' bounds, and update the nearest rows.
+
+        Overwrite the similarities.
         """
         block = self.block
         similarities = self.similarities

@@ -101,8 +101,10 @@ def reranked_heads(
 
 @dataclass(frozen=True)
 class Refinement:
-    """Refinements of descriptors and rankings, applied in the order of the fields; None skips
-    one."""
+    """Refinements of descriptors and rankings, applied in the order of the fields.
+
+    None skips one.
+    """
 
     # power α of the expansion of the gallery by itself: database-side augmentation
     augment: float | None = None

@@ -135,8 +135,9 @@ def backward_passes(
     regroup: bool = True,
     lockstep: World | None = None,
 ) -> list[BackwardPass]:
-    """Cut the replay into one or more micro-batches; omit images whose gradient is at most `limit`
-    long.
+    """Cut the replay into one or more micro-batches.
+
+    Omit images whose gradient is at most `limit` long.
 
     Args:
         gradient: dL/d descriptors of the rank's share.

@@ -240,8 +240,9 @@ def _split_pattern(path: str, plain: int = 0) -> tuple[str, str | None]:
 
 
 def safe_name(name: str, where: str) -> str:
-    """Return a shard's name if it stays below its folder; otherwise a DistapError names its origin,
-    `where`.
+    """Return a shard's name if it stays below its folder.
+
+    Otherwise a DistapError names its origin, `where`.
     """
     if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
         raise DistapError(

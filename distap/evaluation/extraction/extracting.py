@@ -1,5 +1,7 @@
-"""Describe a data set in parts, each on one rank; descriptors do not depend on the number of
-ranks."""
+"""Describe a data set in parts, each on one rank.
+
+Descriptors do not depend on the number of ranks.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,8 +85,9 @@ class Extraction:
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def described(self, missing: Sequence[int]) -> Iterator[tuple[int, DescribedPart]]:
-        """Describe this rank's share of the parts numbered `missing`; workers read ahead from part
-        to part.
+        """Describe this rank's share of the parts numbered `missing`.
+
+        Workers read ahead from part to part.
         """
         describing = self.describing
         describer = describing.describer

@@ -74,8 +74,9 @@ class ImageDescriber:
 
     @cached_property
     def described_by(self) -> DescribedBy:
-        """Return a record of how descriptors are made, to store with them; the first use hashes
-        the network.
+        """Return a record of how descriptors are made, to store with them.
+
+        The first use hashes the network.
         """
         return DescribedBy(
             fingerprint(self.retrieval_network),
@@ -113,8 +114,9 @@ class ImageDescriber:
         return descriptors
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Describe (n, 3, height, width) uint8 as (n, D) on the network's device; call it within
-        `evaluating`.
+        """Describe (n, 3, height, width) uint8 as (n, D) on the network's device.
+
+        Call it within `evaluating`.
 
         Raises:
             TooLittleMemoryError: memory does not suffice.
