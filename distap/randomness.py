@@ -98,7 +98,11 @@ def _feistel(
     words: Sequence[np.uint64],
     words_of_orders: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Permute numbers of low + high bits; `words` are keys of rounds, the others of numbers."""
+    """Permute numbers of `low` + `high` bits by a Feistel network.
+
+    Each of `words` is the key of one round. `words_of_orders` has a key for each number, which
+    chooses one of many permutations.
+    """
     unit = np.uint64(1)
     masks = (unit << low) - unit, (unit << high) - unit
     halves = [numbers & masks[0], numbers >> low]

@@ -138,7 +138,7 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails
     """Return a maker of thumbnails by row of the index; warn if images are missing.
 
     Args:
-        source: the data set; None if it is where its images were described.
+        source: the data set; None for the place from which its images were described.
     """
     where = source or index.data
     try:

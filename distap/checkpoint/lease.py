@@ -74,7 +74,7 @@ class Lease:
         return str(self._own["training"])
 
     def require_writable(self) -> None:
-        """Write another file, to raise a DistapError if no lease could be written by anybody."""
+        """Write a test file, and raise a DistapError if nobody could write a lease here."""
         self._create("dry-run")
         self._place.remove("dry-run")
 

@@ -96,7 +96,10 @@ def convert_command(
 @data.command("pack")
 def pack_command(
     source: Annotated[
-        Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV file.")
+        Path,
+        typer.Argument(
+            help="Images to pack: a folder with a sub-folder per class, or a CSV file that lists them."
+        ),
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,

@@ -44,10 +44,12 @@ class DataSection(ImagesSection):
     """Training images: where they are, and how to read them."""
 
     train: Shards
-    """Shards to train on: a folder, a pattern or a URL; or descriptors on which model.projection
-    trains alone, described:FOLDER that `distap extract` wrote."""
+    """Shards to train on: a folder, a pattern or a URL. To train model.projection alone on stored
+    descriptors, give described:FOLDER, where FOLDER was written by `distap extract`."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
-    """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
+    """Read single images by the index of the shards (`indexed`), or whole shards one after another
+    (`streamed`), which needs no index, but gives the same batches again only for the same numbers
+    of ranks and workers."""
     image_sizes: dict[Annotated[float, Field(ge=0, lt=1)], PositiveInt] = Field({})
     """Train on smaller images first: width and height by the share of the steps from which they
     hold, such as {0: 64, 0.7: 96} next to an image_size of 96; none trains at image_size
@@ -112,8 +114,8 @@ class DescribingSection(Section):
     """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R,
     and R@k and mP@k for k of 1, 5 and 10."""
     batch_size: PositiveInt = 64
-    """Images that evaluation describes at once, on a CPU at most 8 of 224 px. Lower it if memory
-    runs out."""
+    """Number of images that the network describes at once in evaluation. On a CPU at most 8 images
+    of 224 px are described at once, whatever the number. Lower it if memory runs out."""
     precision: PrecisionName = "float32"
     """Precision of the network's computations for evaluations and `distap extract`."""
 
@@ -224,7 +226,10 @@ class Recipe(NetworkRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        """Refuse combinations that cannot work. A part may still be an unbuilt `Part`."""
+        """Refuse combinations of recipe keys that cannot work together.
+
+        A value that a recipe chooses by name may still be an unbuilt `Part`.
+        """
         self._require_one_length()
         names = [name_of("logger", chosen) for chosen in self.loggers]
         if len(names) > len(set(names)):

@@ -86,7 +86,7 @@ class ReplaySection(Section):
     memory runs out."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the
-    memory free after a step, and so does 0 if model.freeze is backbone."""
+    memory that is free after a step. If model.freeze is backbone, 0 means auto."""
     skip_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None
@@ -202,7 +202,8 @@ class ModelSection(Section):
     backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = "resnet50"
     """Network without pooling and classifier; a name alone is an architecture of timm."""
     weights: Annotated[Any, Chosen("weights")] = "timm"
-    """Pretrained weights; a backbone from elsewhere starts with random ones by default."""
+    """Source of pretrained weights. For a backbone that is not from timm, the default is random
+    weights."""
     pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
     """Pooling of the features of an image into one vector: native is the one that the backbone was
     pretrained with, and auto is native, or gem for a plain CNN."""

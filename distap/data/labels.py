@@ -60,7 +60,7 @@ def _plain(label: Any) -> Any:
 
 
 def class_name_at(where: str, label: Any) -> str:
-    """Return `class_name` of a label; raise a DistapError that names the place of a wrong one."""
+    """Return `class_name` of a label; a DistapError names the place `where` of a wrong label."""
     try:
         return class_name(label)
     except ValueError as error:

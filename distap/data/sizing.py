@@ -116,7 +116,7 @@ class Sizing:
 
 @dataclass(frozen=True)
 class PixelSettings:
-    """Choose where pixels wait between describe and replay."""
+    """Choose where a rank keeps the pixels of its images between the describe and replay passes."""
 
     memory_bytes: NonNegativeInt = 8 * 2**30
     """Hold a rank's share of the global batch in memory if it has at most this many bytes, an image

@@ -3,8 +3,8 @@
 The launcher imports what its ranks need, forks them, and computes nothing itself, since forks of a
 process that has computed with threads, or opened a GPU, hang or fail:
 
-    launcher -- store     where the ranks of a single host meet; of several hosts, rank 0 serves the
-             store -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
+    launcher -- store     where the ranks of a single host meet; of several, rank 0 serves it
+             -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
 """
 
 import gc

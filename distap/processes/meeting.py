@@ -201,7 +201,7 @@ def _addresses_of(
 def warn_of_loopback(members: Sequence[RankProcess]) -> None:
     """Warn if ranks of other hosts would connect to themselves.
 
-    gloo gives them the address of this host's name.
+    gloo gives other ranks the address to which this host's name resolves.
     """
     if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
         return

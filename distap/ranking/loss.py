@@ -131,7 +131,7 @@ class Loss(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of `learned` that are trained."""
+        """Parameters of the module `learned` that require gradients."""
         if self.learned is None:
             return []
         return [parameter for parameter in self.learned.parameters() if parameter.requires_grad]

@@ -281,7 +281,7 @@ def gallery_tiles(
 
 
 class _Strip(NamedTuple):
-    """Columns that are read together, and the blocks of queries to compare them with."""
+    """Columns of similarities, read together from one source, and the queries to compare with."""
 
     source: Descriptors  # the gallery or the distractors
     offset: int  # column of the source's first row

@@ -77,7 +77,10 @@ def require_free(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that appears as the free `path` on leaving the context, unless by an error."""
+    """Yield a temporary folder that becomes `path` when the context ends without an error.
+
+    `path` must be free: it does not exist, or is an empty folder.
+    """
     require_free(path)
     path = path.resolve()  # where a link leads to
     try:

@@ -240,6 +240,7 @@ def _launch(
     if isinstance(command, Program):
         _be_python(list(command.arguments), environment)
         return
+    sys.path.insert(0, str(command.folder))  # as `python -m` in this folder does
     sys.exit(
         launch(command.options.split(), command.module, command.arguments.split(), grace_seconds=20)
     )

@@ -121,10 +121,16 @@ class Service:
 
 
 class HitAnswer(BaseModel):
-    rank: int = Field(description="From 1, the most similar.")
-    key: str = Field(description="Its name in the data set.")
-    class_name: str = Field(serialization_alias="class", description="Empty if it belongs to none.")
-    similarity: float = Field(description="Cosine; approximate if the index keeps codes.")
+    rank: int = Field(
+        description="Place of the image in the order of similarity; 1 is the most similar."
+    )
+    key: str = Field(description="Name of the image in the data set.")
+    class_name: str = Field(
+        serialization_alias="class", description="Class of the image; empty if it has none."
+    )
+    similarity: float = Field(
+        description="Cosine similarity to the query; approximate if the index keeps codes."
+    )
     picture: str = Field(description="Path of a thumbnail.")
 
 
@@ -204,7 +210,13 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/search")
     async def search_by_key(
-        key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
+        key: Annotated[
+            str,
+            Query(
+                description="Key of an image of the index, for which similar ones are searched.",
+                max_length=4096,
+            ),
+        ],
         k: K = default_k,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""

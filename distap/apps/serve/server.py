@@ -109,7 +109,11 @@ def server_of(service: Service, connections: Connections) -> uvicorn.Server:
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with our own backlog: asyncio takes uvicorn's for the number accepted at once."""
+        """Listen with a backlog of BACKLOG connections.
+
+        asyncio takes the backlog of uvicorn's settings also for the number of connections that it
+        accepts at once, which must be smaller.
+        """
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)

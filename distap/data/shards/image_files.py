@@ -40,7 +40,7 @@ class ImageFile(NamedTuple):
 
 
 def look_at(path: Path) -> os.stat_result | Skipped:
-    """Return the status of a file; Skipped for a broken link or something that is no file."""
+    """Return the status of a file, or a `Skipped` if it is a broken link or no regular file."""
     try:
         status = path.stat()
     except OSError as error:
