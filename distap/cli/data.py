@@ -97,9 +97,7 @@ def convert_command(
 def pack_command(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="Images to pack: a folder with a sub-folder per class, or a CSV file that lists them."
-        ),
+        typer.Argument(help="Images to pack: a folder with a sub-folder per class, or a CSV file."),
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
