@@ -66,10 +66,11 @@ def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_
         assert last == {"failed": False}
 
 
+RANDOM = {"name": "random", "batch_size": 14}
 OF_LISTS = {"sampling": "InGivenOrder", "loss": "WithLists", "data__augmentation": "CentreOfList"}
 
 
-def written(folder, shards, **changes):
+def written(folder, shards, sampling=RANDOM, **changes):
     file = folder / "recipe.yaml"
     file.write_text(
         yaml.safe_dump(
@@ -77,7 +78,7 @@ def written(folder, shards, **changes):
                 folder / "run",
                 shards,
                 steps=2,
-                sampling={"name": "random", "batch_size": 14},
+                sampling=sampling,
                 **changes,
             ).model_dump(mode="json")
         )
