@@ -332,7 +332,7 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
         ),
         (
             {"freeze": ["backbone.block.*"]},
-            "network.unknown_parameter",
+            "network.pattern_fits_nothing",
             ["model.freeze", "backbone.block"],
         ),
         ({"freeze": "head"}, "recipe.value", ["model.freeze", "head"]),
