@@ -74,7 +74,7 @@ class World:
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
-        return self.start_gather(_padded(rows, self._share(total))).rows()[:total]
+        return self.start_gather(lengthened(rows, self._share(total))).rows()[:total]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
         """Start gathering rows, (n, ...) with the same n on every rank.
@@ -111,7 +111,7 @@ class World:
         received = like.new_empty(self._share(total), *like.shape[1:])
         shares = None
         if self.rank == 0 and rows is not None:
-            padded = _padded(rows, self.size * len(received))
+            padded = lengthened(rows, self.size * len(received))
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
         self._together(dist.scatter, received, shares, group_src=0)
         return received[: len(self.slots(total))]
@@ -121,7 +121,7 @@ class World:
         if self.size == 1:
             return rows
         share = self._share(len(rows))
-        padded = _padded(rows, self.size * share)
+        padded = lengthened(rows, self.size * share)
         # reduce_scatter gives rank r the r-th block, so bring the slots of each rank together.
         by_rank = padded.view(share, self.size, *rows.shape[1:]).transpose(0, 1).contiguous()
         received = rows.new_empty(share, *rows.shape[1:])
@@ -325,7 +325,8 @@ def _keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def _padded(rows: Tensor, length: int) -> Tensor:
+def lengthened(rows: Tensor, length: int) -> Tensor:
+    """Append rows of zeros."""
     return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
 
 

@@ -92,7 +92,7 @@ class DataSection(ImagesSection):
 
     @property
     def is_described(self) -> bool:
-        """Whether descriptors stand for the training images."""
+        """Return whether descriptors stand for the training images."""
         return self.train_source.kind == "described"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from distap.errors import DistapError, tensor_given
 from distap.ranking.loss import Loss
 from distap.ranking.rankable import MOST_ROWS, row_names
-from distap.world import World
+from distap.world import World, lengthened
 
 TensorLike = Tensor | ArrayLike
 Extra = Mapping[str, TensorLike]
@@ -119,14 +119,9 @@ class Inputs:
         return lengthened(labels, share), is_image, lengthened(samples.cpu().long(), share)
 
 
-def lengthened(rows: Tensor, length: int) -> Tensor:
-    """Append rows of zeros."""
-    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
-
-
 @dataclass
 class View:
-    """What this rank sees: its value, and the kind of it, which has to be that of all ranks."""
+    """Hold the value of this rank and its kind, which has to be the same on all ranks."""
 
     kind: Sequence[str] = ()
     value: Any = None  # JSON

@@ -18,12 +18,12 @@ from distap.errors import DistapError, suggestion, tensor_given
 from distap.ranking.compiling import uncompiled
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.inputs import Inputs, agreement, lengthened
+from distap.ranking.inputs import Inputs, agreement
 from distap.ranking.loss import Budget, Counter, Loss, full_precision, rank_on_rank_zero
 from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import refuse_crossing, refuse_lengths, row_names
-from distap.world import World, refuse_default_device
+from distap.world import World, lengthened, refuse_default_device
 
 Mode = Literal["sharded", "central"]
 
