@@ -84,14 +84,12 @@ def modules_imported(node: ast.AST, names: set[str]) -> set[str]:
     return imports & names
 
 
+FILES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+IMPORTS = {path: modules_imported(ast.parse(text), set(FILES)) for path, text in MODULES.items()}
+
+
 def test_no_file_imports_itself_through_others():
-    files = {
-        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES
-    }
-    imports = {
-        name: modules_imported(ast.parse(MODULES[path]), set(files)) - {name}
-        for name, path in files.items()
-    }
+    imports = {name: IMPORTS[path] - {name} for name, path in FILES.items()}
     TopologicalSorter(imports).prepare()  # which raises CycleError and names the circle
 
 
@@ -130,34 +128,14 @@ def test_a_constant_has_one_meaning():
     assert {name for name, values in meanings.items() if len(values) > 1} == set()
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """What a module imports of distap when it runs, as the names of top-level modules and
-    folders."""
-    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
-        return set()
-    names = set().union(*map(imported, ast.iter_child_nodes(tree)))
-    if isinstance(tree, ast.ImportFrom) and tree.module == "distap":
-        names |= {
-            alias.name if not alias.name.startswith("__") else "__init__" for alias in tree.names
-        }
-    elif isinstance(tree, ast.ImportFrom | ast.Import):
-        whole = (
-            [tree.module or ""]
-            if isinstance(tree, ast.ImportFrom)
-            else [alias.name for alias in tree.names]
-        )
-        names |= {name.split(".")[1] for name in whole if name.startswith("distap.")}
-    return names
-
-
 def test_rooms_are_few_and_stand_on_few_floors():
     """A room is a folder or a module of distap; it stands one floor above the highest room that it
     imports.
     """
     rooms = defaultdict(set)
-    for path, text in MODULES.items():
+    for path in MODULES:
         room = path.with_suffix("").parts[1]
-        rooms[room] |= imported(ast.parse(text)) - {room}
+        rooms[room] |= {FILES[name].with_suffix("").parts[1] for name in IMPORTS[path]} - {room}
     floors = {}
     for room in TopologicalSorter(rooms).static_order():  # which raises CycleError at a circle
         floors[room] = 1 + max((floors[below] for below in rooms[room]), default=0)
