@@ -14,6 +14,7 @@ from distap.cli.options import run
 
 BENCHMARKS = {
     "ranking": "benchmarks.ranking:RankingBenchmark",
+    "classes": "benchmarks.classes:ClassesBenchmark",
     "step": "benchmarks.step:StepBenchmark",
     "recipe": "benchmarks.recipe:RecipeBenchmark",
     "gain": "benchmarks.gain:GainBenchmark",
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "memory": "benchmarks.memory:MemoryBenchmark",
     "network": "benchmarks.network:NetworkBenchmark",
     "scale": "benchmarks.scale:ScaleBenchmark",
+    "towers": "benchmarks.towers.command:TowersBenchmark",
     "gpu": "benchmarks.gpu:GPUBenchmark",
     "serve": "benchmarks.serve:serve_command",
     "trace": "benchmarks.trace:TraceBenchmark",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.photos import pack
-from distap.config.recipe import PrecisionName
+from distap.config.sections import PrecisionName
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
@@ -48,6 +48,7 @@ class SeededBatch:
     """
 
     step = 0
+    order: Tensor | None = None
 
     def __init__(self, total: int, image_size: int, images_a_class: int, world: World) -> None:
         self.total = total

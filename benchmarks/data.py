@@ -24,6 +24,9 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.photos import jpeg, packed, photo
+from benchmarks.store.hosts import hosts_report
+from benchmarks.store.measuring import store_report
+from benchmarks.store.options import StoreOptions
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Transform, seeded
 from distap.data.images.boxes import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
@@ -60,11 +63,13 @@ class Format(StrEnum):
 Rates = dict[str, list[float]]  # images a second by candidate and round; distap's first
 
 
-class DataBenchmark(harness.Benchmark):
+class DataBenchmark(StoreOptions):
     """Print images a second of decoding and loading, beside Pillow's full decoding and a plain
     WebDataset loader.
 
-    By default 1-megapixel JPEG, PNG and WebP images for crops of 224, 384 and 800 pixels.
+    By default 1-megapixel JPEG, PNG and WebP images for crops of 224, 384 and 800 pixels. With
+    --store, of reading shards from a store that answers late, beside WebDataset and MosaicML's
+    streaming.
     """
 
     name: ClassVar[str] = "data"
@@ -92,6 +97,13 @@ class DataBenchmark(harness.Benchmark):
     rounds: harness.Rounds = 5
 
     def report(self) -> harness.Report:
+        if self.store and self.hosts > 1:
+            return hosts_report(self)
+        if self.store:
+            return store_report(self, self.workers, self.rounds)
+        return self._report_of_files()
+
+    def _report_of_files(self) -> harness.Report:
         seeds = track(range(self.count), "drawing photos", self.count)
         photos = [photo(self.image, self.image, seed) for seed in seeds]
         transforms = [CropFlipColour(crop=self.crop).transform(size) for size in self.output_size]

@@ -31,7 +31,8 @@ from benchmarks.own_loops import (
 from benchmarks.photos import pack
 from benchmarks.study.results import Interval, interval
 from distap import __version__
-from distap.apps.advice import DEFAULT_BACKBONE, gpus_here, look, recipe_for
+from distap.apps.advice import DEFAULT_BACKBONE, gpus_here, recipe_for
+from distap.apps.looking import look
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
@@ -330,7 +331,9 @@ class Judge:
             file = Path(self.about)
         else:
             changes = [change.strip() for change in self.about.split(";") if change.strip()]
-            file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
+            file.write_text(
+                recipe_for({"": look(train)}, "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None)
+            )
         overrides = [
             f"data.train={train}",
             f"data.validation={test}",
@@ -438,11 +441,8 @@ class DrawnBatch(SeededBatch):
 
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:
     """mAP, mAP@R and R@1 on data.validation, 0 to 1."""
-    assert recipe.data.validation is not None
+    [validation] = recipe.data.validation_sets.values()
     figures = (
-        open_set(recipe.data.validation)
-        .describe(describing_of(recipe, network, World()))
-        .evaluate()
-        .figures
+        open_set(validation).describe(describing_of(recipe, network, World())).evaluate().figures
     )
     return {name: figures[name] for name in FIGURES}

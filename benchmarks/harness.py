@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel
@@ -26,6 +26,7 @@ from distap.world import World, joined_world
 
 RESULT = "result: "  # rank 0 of a measurement prints its figures after this
 Row = dict[str, Any]
+T = TypeVar("T")
 Backbone = Annotated[str, Option(help="Any timm network.")]
 ImageSize = Annotated[int, Option(help="Width and height of the images, pixels.", min=32)]
 MicroBatch = Annotated[int, Option(help="Images of a micro-batch.", min=1)]
@@ -218,9 +219,7 @@ def take_turns(
     with a barrier. A description shows the progress.
     """
     taken = {name: Turns([], []) for name in candidates}
-    order = [
-        name for number in range(rounds) for name in list(candidates)[:: -1 if number % 2 else 1]
-    ]
+    order = order_of_turns(list(candidates), rounds)
     for name in track(order, description, len(order)) if description else order:
         world.barrier()
         synchronise(world.device)
@@ -233,6 +232,11 @@ def take_turns(
         taken[name].wall.append(world.maximum(spent))
         taken[name].processor.append(float(everyone))
     return taken
+
+
+def order_of_turns(candidates: Sequence[T], rounds: int) -> list[T]:
+    """Return whose turn it is in each of the rounds, every second of which runs backwards."""
+    return [name for number in range(rounds) for name in candidates[:: -1 if number % 2 else 1]]
 
 
 def median_ratio(left: Sequence[float], right: Sequence[float]) -> float:

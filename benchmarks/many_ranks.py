@@ -67,7 +67,7 @@ class OneOfMany(World):
         self.taken[0] += self.size * len(rows)
         return Arrival(self, rows, self.rows[first : self.taken[0]].clone())
 
-    def gather_rows(self, rows: Tensor, total: int) -> Tensor:
+    def gather_rows(self, rows: Tensor, total: int, order: Tensor | None = None) -> Tensor:
         return rows.repeat(-(-total // len(rows)), *[1] * (rows.ndim - 1))[:total]
 
     def sum(self, tensor: Tensor) -> Tensor:

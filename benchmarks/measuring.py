@@ -52,9 +52,9 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> float:
         return float("nan")
     ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed counts again
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     action()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def peaks_of(candidates: Mapping[str, Callable[[], object]], world: World) -> dict[str, float]:
@@ -66,7 +66,7 @@ def peaks_of(candidates: Mapping[str, Callable[[], object]], world: World) -> di
     return {name: peak for name, peak in peaks.items() if math.isfinite(peak)}
 
 
-def _resident(name: str) -> float:
+def resident(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(
         (float(line.split()[1]) * 1024 for line in lines if line.startswith(name)), float("nan")

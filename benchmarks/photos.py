@@ -84,4 +84,4 @@ def pack(
             "data.several_parts",
             f"{output}: the list has several parts ({', '.join(listings)}); pack each by itself",
         )
-    return pack_parts({"": listing}, output, *arguments, **layout)[0]
+    return pack_parts({"": listing}, output, *arguments, **{"order": "listed", **layout})[0]

@@ -39,6 +39,7 @@ CAPTION = (
     " faster: than the materialised form with autograd, whose peak is its MB. error: of the"
     " gradient in float32, relative to float64."
 )
+WRAPPERS = ("matryoshka", "sum", "within", "by_set")  # of losses that are measured alone
 
 
 class RankingBenchmark(harness.Benchmark):
@@ -83,9 +84,7 @@ class RankingBenchmark(harness.Benchmark):
 
     def report(self) -> harness.Report:
         """Measure every combination of batch, dimensions and ranks, one at a time."""
-        losses = self.loss or [
-            name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")
-        ]
+        losses = self.loss or [name for name in REGISTRY["loss"] if name not in WRAPPERS]
         for loss in losses:
             build_loss(loss, **OPTIONS.get(loss, {}))  # an unknown name is an error at once
         settings = [

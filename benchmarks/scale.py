@@ -5,20 +5,22 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.data_sets import SHARDS, SIDE, write_repeated
+from benchmarks.data_sets import IMAGES_A_SHARD, SHARDS, SIDE, write_repeated
 from benchmarks.many_ranks import evaluation_of, stage_two_of, step_of, store_of
 from benchmarks.measuring import private_bytes
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
-from distap.data.plan import Plan, Sampling
+from distap.data.mixing import mixed
+from distap.data.plan import MixedClasses, Plan, Sampling
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.data.shards.index import load_index
 from distap.stopwatch import Stopwatch
@@ -29,6 +31,8 @@ from distap.world import World
 STEPS = (0, 10**3, 10**6, 10**9)
 IMAGES_A_CLASS = 10
 FEW_CLASSES = 1000  # of the sampling that takes every class
+# Rows of batches from several sets, by the value of sampling.mix.
+MIXED: dict[str, Literal["all", "one"]] = {"p_by_k, all sets": "all", "p_by_k, one set": "one"}
 PIXEL_STEP = 10**6  # at which the first pixels are read
 INDEX_COLUMNS = (
     "N={images:,}|file MB={file_mb:,.1f}|first s={first:.2f}|later s={later:.2f}|"
@@ -82,7 +86,8 @@ class ScaleBenchmark(harness.Benchmark):
     """Print what grows: with the images of a data set, with the step, and with the ranks.
 
     Data sets are made up, with ten images a class; those of the sampling `classes` have 1,000
-    classes in all. Each row is measured in a process of its own. Linux only. 100 million images
+    classes in all. With --sets, batches are also drawn from as many sets that have these images
+    together. Each row is measured in a process of its own. Linux only. 100 million images
     take 20 GB of disk and of memory.
     """
 
@@ -99,6 +104,7 @@ class ScaleBenchmark(harness.Benchmark):
         "super_p_by_k",
         "classes",
     ]
+    sets: Annotated[int, Option(help="Data sets of a mixture; 0 measures none.", min=0)] = 20
     ranks: Annotated[list[int], Option(help="Ranks on this machine that do a step.")] = [
         1,
         2,
@@ -140,6 +146,7 @@ class ScaleBenchmark(harness.Benchmark):
                     if classes != FEW_CLASSES:
                         indexes.append(first | self._measured(folder, "later"))
                     batches += [self._measured(folder, name) for name in samplings]
+            batches += self._of_mixture(images)
         steps = [
             harness.measure_on_ranks(self.model_copy(update={"row": "step"}), rank_count, 1)
             for rank_count in self.ranks
@@ -162,6 +169,19 @@ class ScaleBenchmark(harness.Benchmark):
             harness.table_of("What many ranks share", SHARED_CAPTION, shared, SHARED_COLUMNS),
         ]
         return harness.Report(indexes + batches + steps + many + shared, tables)
+
+    def _of_mixture(self, images: int) -> list[harness.Row]:
+        """Return the rows of batches from several sets of equal size and weight."""
+        if not self.sets:
+            return []
+        size = max(images // self.sets // IMAGES_A_SHARD, 1) * IMAGES_A_SHARD
+        classes = size // IMAGES_A_CLASS
+        with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
+            for number in range(self.sets):
+                write_repeated(Path(folder, SHARDS, f"{number:03}"), size, classes)
+            # A batch of one set needs as many classes there.
+            rows = [name for name in MIXED if MIXED[name] == "all" or classes >= self.batch // 4]
+            return [self._measured(folder, name) for name in rows]
 
     def _of_many(self, row: str, ranks: int, batch: int = 0) -> harness.Row:
         of_row = self.model_copy(update={"row": row, "simulated": [ranks], "stage_two": [batch]})
@@ -195,13 +215,22 @@ class ScaleBenchmark(harness.Benchmark):
             "classes": ClassesSampling(self.batch),
         }
         before = private_bytes()
-        index = load_index(shards, compare=False)
-        plan = Plan(index.classes, samplings[self.row], 0)
+        if self.row in MIXED:
+            plan = self._mixed_plan(shards)
+        else:
+            plan = Plan(load_index(shards, compare=False).classes, samplings[self.row], 0)
         plan.batch(1)
-        row = {"sampling": self.row, "images": len(index)}
+        row = {"sampling": self.row, "images": len(plan.classes)}
         for step in STEPS:
             row[f"at_{step}"] = 1e3 * _seconds(partial(plan.batch, step))
         return row | {"private_mb": (private_bytes() - before) / 1e6}
+
+    def _mixed_plan(self, folder: Path) -> Plan:
+        """Return the plan of batches from the sets in a folder, which weigh alike."""
+        indexes = [load_index(place / SHARDS, compare=False) for place in sorted(folder.iterdir())]
+        sampling = PByKSampling(self.batch // 4, 4, mix=MIXED[self.row])
+        weights = {str(number): Fraction(1) for number in range(len(indexes))}
+        return Plan(MixedClasses([index.classes for index in indexes]), mixed(sampling, weights), 0)
 
 
 def _first(shards: Path) -> harness.Row:

@@ -44,7 +44,7 @@ from benchmarks.own_loops import (
     ReleasedRecallLoop,
     lines_of,
 )
-from distap.config.recipe import PrecisionName
+from distap.config.sections import PrecisionName
 from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork

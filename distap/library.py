@@ -54,8 +54,8 @@ def train(
         loss: a name, a Loss or its class, or a function of (descriptors, labels), as `Multistage`
             takes them.
         data: images to train on, see `source_of`; or a dict of `train`, `validation` and
-            `gallery`. The recipe's sampling draws batches of them, and its augmentation varies
-            them.
+            `gallery`, of which the first two may be dicts of several data sets by name. The
+            recipe's sampling draws batches of them, and its augmentation varies them.
     Raises:
         DistapError: a key, a value or an object is wrong, or the training failed; the message says
             what to do.
@@ -113,7 +113,13 @@ def _sources(data: Any) -> dict[str, Any]:
             f"data: it has {', '.join(map(str, unknown))}; expected train, validation and gallery",
         )
     shows = track if os.environ.get("RANK", "0") == "0" else untracked
-    return {f"data.{name}": source_of(images, shows) for name, images in sets.items()}
+
+    def source(images: Any) -> Any:
+        if isinstance(images, Mapping):
+            return {name: source(of_set) for name, of_set in images.items()}
+        return source_of(images, shows)
+
+    return {f"data.{name}": source(images) for name, images in sets.items()}
 
 
 @checked

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, StrictInt
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,12 +65,15 @@ class Multistage(RankingModule):
       (`DDP(Multistage(network))`, Lightning, Accelerate), reduces them as after any backward pass,
       and `no_sync` works as ever;
     - FSDP2 (`fully_shard`) gathers parameters once for describe and once for replay, and reduces in
-      the last micro-batch;
+      the last micro-batch; with `reshard="pass"` it gathers, frees and reduces each unit in each
+      micro-batch;
     - a network that nothing wraps has the gradient of this rank's images, times the number of
       ranks, so that their mean over ranks is the whole; with `reduce=True` it is summed here.
 
     The parameters of a loss that has some, such as `proxy_nca`, are parameters of this module: give
     `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank.
+    With `shard_classes` each rank holds those of its part of the classes, and their gradient, as
+    DTensors, which DistributedDataParallel around this module leaves alone.
     To go on bit for bit, save this module's state and torch's random state.
 
     Args:
@@ -90,13 +94,17 @@ class Multistage(RankingModule):
             1e-4, or 1e-3 on a GPU with TF32, or 0.1 under autocast.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
+        reshard: `step` or `pass`: whether units of `fully_shard` stay gathered between
+            micro-batches. `pass` takes least memory and most messages, and keeps no graphs.
+        shard_classes: let each rank hold the proxies of its part of the classes alone. The network
+            is on its device, and wrapped, before.
         output: name or number of the descriptors in what the network returns, if it is a dict, a
             tuple, or a ModelOutput of transformers.
         pooling: cls, cls_mean, mean or max, if that is tokens (n, t, C) or maps (n, C, h, w). All
             tokens count for mean and max, the first one is that of the class.
         options: options of the loss, or `preset`.
     Raises:
-        DistapError: the loss, an option or the mode is unknown.
+        DistapError: the loss, an option or the mode is unknown, or does not fit shard_classes.
     """
 
     @checked
@@ -115,11 +123,18 @@ class Multistage(RankingModule):
         max_drift: NonNegativeFloat | None = None,
         skip_below: NonNegativeFloat = 0.0,
         reduce: bool = False,
+        reshard: Literal["step", "pass"] = "step",
+        shard_classes: bool = False,
         output: str | StrictInt | None = None,
         pooling: Literal["cls", "cls_mean", "mean", "max"] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(loss, group, mode, memory, memory_bytes, **options)
+        sharded_over = world_of(network, group) if shard_classes else None
+        super().__init__(loss, group, mode, memory, memory_bytes, sharded_over, **options)
+        # DistributedDataParallel reads this name. It would send rank 0's part to all ranks.
+        self._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in self.named_parameters() if isinstance(parameter, DTensor)
+        ]
         self.network = network
         if not isinstance(micro_batch, MicroBatchSizes):
             micro_batch = MicroBatchSizes(micro_batch)
@@ -127,6 +142,7 @@ class Multistage(RankingModule):
         self.normalise = normalise
         self.freeze_batchnorm = freeze_batchnorm
         self.reduce = reduce
+        self.reshard = reshard
         self.output = output
         self.pool = None if pooling is None else partial(pooled, NAMED[pooling]())
         self.max_drift = max_drift
@@ -242,7 +258,20 @@ class Multistage(RankingModule):
         forward = Outputs(network, world, self.normalise, self.output, self.pool)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
-            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._reduces)
+            replica = FSDPReplica(
+                network,
+                world,
+                forward,
+                frees=True,
+                syncs=self._reduces,
+                reshard=self.reshard,
+            )
+        elif self.reshard == "pass":
+            raise DistapError(
+                "network.not_sharded",
+                f"reshard is pass, but {type(network).__name__} is not sharded: call fully_shard on"
+                " its blocks and on the whole network, or leave reshard out",
+            )
         else:
             replica = CallersReplica(
                 network, world, forward, trained=trained, sums=self._sums_gradients(world)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+Numbers = NDArray[np.int64]
+
 # Orders of up to so many elements are drawn by sorting: the network is not even for very few.
 SORTED = 64
 FEISTEL_ROUNDS = 8
@@ -58,6 +60,16 @@ def shuffled(
             words_of_orders[is_long].repeat(k),
         ).reshape(-1, k)
     return values
+
+
+def chosen_numbers(numbers: Numbers, share: float, *key: int) -> NDArray[np.bool_]:
+    """Return which of the numbers belong to a random share, below 1, of all numbers.
+
+    Each is chosen by itself, as a pure function of number and key.
+    """
+    (word,) = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    mixed = _mixed(word + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return mixed < np.uint64(share * 2.0**64)
 
 
 def _sorted_orders(

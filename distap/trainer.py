@@ -11,13 +11,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from distap.config.evaluation_sections import MERGED
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
 from distap.evaluation.describing import describing_of, describing_of_set
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
+from distap.evaluation.several_sets import evaluate_merged, with_mean
 from distap.processes.stopping import StopRequest
 from distap.stages.sizes import kept_graphs
 from distap.storage.remotes import UnreachableError
@@ -25,6 +28,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.announcement import announce
+from distap.training.by_set import counts_by_set, figures_by_set, set_names
 from distap.training.prepared import Prepared, prepare
 from distap.training.run_state import Figures, score_of
 from distap.world import World, joined_world
@@ -63,6 +67,7 @@ class Trainer:
         self.recipe = prepared.recipe
         self.report = prepared.report
         self.images = prepared.images
+        self.sets = set_names(prepared.images)  # names of several data sets
         self.network = prepared.network
         self.step = prepared.step
         self.learner = prepared.step.learner
@@ -123,14 +128,17 @@ class Trainer:
                 result = self.step(share, length.rate(share.step))
             self.done = share.step + 1
 
+            by_set = counts_by_set(self.sets, share, result)
             stopping, tracing = self._agree_on_requests(
-                share, stop, images=(self.done - first) * self.images.size
+                share, stop, by_set, images=(self.done - first) * self.images.size
             )
+            figures = figures_by_set(self.sets, by_set, result.loss)
+            if self.state.weights is not None:
+                self.state.weights.observe(figures, result.loss)
             if self.done == first + 1:
                 self._after_first_step(share)
-            self.report.step(
-                self.done, share, result, self.images.stopwatch, time.perf_counter() - lap
-            )
+            seconds = time.perf_counter() - lap
+            self.report.step(self.done, share, result, figures, self.images.stopwatch, seconds)
             self._report_checkpoints()
             self._count_not_finite(result.skipped)
 
@@ -147,25 +155,31 @@ class Trainer:
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
-        """Yield this rank's shares of the remaining steps; mine every `sampling.every` steps."""
+        """Yield this rank's shares of the remaining steps.
+
+        Mine every `sampling.every` steps; weigh data sets every `sampling.follow_loss` steps.
+        """
         steps = self.prepared.length.steps
         nearest = self.state.nearest
-        every = steps if nearest is None else self.recipe.sampling.every
+        weights = self.state.weights
         while self.done < steps:
-            if nearest is not None and self.done % every == 0:
+            if weights is not None and self.done and self.done % weights.every == 0:
+                weights.renew(self.done)
+            if nearest is not None and self.done % nearest.every == 0:
                 self.world.note(f"mining after step {self.done}")
                 self._average_statistics()
                 try:
-                    with self.learner.replica.describing():
+                    with self.learner.replica.whole():
                         describing = describing_of(self.recipe, self.network, self.world)
                         nearest.renew(replace(describing, is_asked_to_stop=lambda: stop.requested))
                 except BrokenOffError:  # it is mined after the restart
                     if self.done != self._saved:
                         self._save()
                     return
-            # Up to the next multiple of `every`, also after a restart in between, which has its
-            # checkpoint's table.
-            end = min((self.done // every + 1) * every, steps)
+            # Up to the next multiple of each interval, also after a restart in between, which has
+            # its checkpoint's tables.
+            intervals = [table.every for table in (nearest, weights) if table is not None]
+            end = min([(self.done // every + 1) * every for every in intervals] + [steps])
             yield from self.images.shares(range(self.done, end), steps)
 
     def _is_evaluation_due(self) -> bool:
@@ -184,22 +198,23 @@ class Trainer:
         logger.info("the first step was done after %.1f s of preparation", seconds)
 
     def _agree_on_requests(
-        self, share: ShareOfBatch, stop: StopRequest, images: int
+        self, share: ShareOfBatch, stop: StopRequest, by_set: Tensor, images: int
     ) -> tuple[bool, bool]:
         """Return whether any rank was asked to stop, and whether any was asked to trace.
 
         One sum per step carries all that a rank may know alone: damaged images, a request to stop
-        or to trace, a lost lease. So all ranks act after the same step, or raise together.
+        or to trace, a lost lease, and the counts `by_set`, which become those of all ranks. So all
+        ranks act after the same step, or raise together.
         """
         self.report.reading(self.done, share)
         trace_asked = stop.trace_asked
         stop.trace_asked = False
         problem = self.state.lease.problem
-        counts = torch.tensor(
-            [len(share.failures), stop.requested, trace_asked, problem != ""],
-            device=self.world.device,
-        )
-        damaged, stopping, tracing, lost = self.world.sum(counts).tolist()
+        requests = [len(share.failures), stop.requested, trace_asked, problem != ""]
+        counts = torch.cat([torch.tensor(requests, dtype=torch.float64), by_set.flatten()])
+        counts = self.world.sum(counts.to(self.world.device)).cpu()
+        by_set.copy_(counts[len(requests) :].view_as(by_set))
+        damaged, stopping, tracing, lost = map(int, counts[: len(requests)].tolist())
         if lost:
             raise DistapError(
                 "run.taken_over",
@@ -220,7 +235,7 @@ class Trainer:
             if count > max(limit * total, ALWAYS_TOLERATED):
                 raise DistapError(
                     "data.too_many_damaged",
-                    f"{data.train}: {count} of {total} images are damaged, more than {key}"
+                    f"{data.train_name}: {count} of {total} images are damaged, more than {key}"
                     f" ({limit}) allows; this rank met "
                     + (", ".join(sorted(self.report.damaged)[:10]) or "none of them"),
                 )
@@ -270,7 +285,7 @@ class Trainer:
         self._average_statistics()
         described = dict[str, DescribedSet]()
         try:
-            with self.learner.averaged(), self.learner.replica.describing():
+            with self.learner.averaged(), self.learner.replica.whole():
                 for name, images in self.prepared.sets.items():
                     describing = describing_of_set(self.recipe, name, self.network, self.world)
                     described[name] = images.describe(
@@ -279,10 +294,12 @@ class Trainer:
         except BrokenOffError:
             return None
         evaluated = {name: images.evaluate() for name, images in described.items()}
+        if self.recipe.evaluation.merged:
+            evaluated[MERGED] = evaluate_merged(described)
         # Which checkpoint is the best must not depend on the last bit of a sum, which may differ
         # between ranks.
         figures: Figures = self.world.gather_values(
-            {name: evaluation.figures for name, evaluation in evaluated.items()}
+            with_mean({name: evaluation.figures for name, evaluation in evaluated.items()})
         )[0]
         self.report.evaluation(self.done, evaluated, figures, time.perf_counter() - started)
         return figures
@@ -292,7 +309,7 @@ class Trainer:
         if figures is not None:
             # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
-            is_best = score_of(figures) > self.state.writer.best
+            is_best = score_of(figures, self.recipe) > self.state.writer.best
         if is_best or self.prepared.length.is_due(self.recipe.checkpoint, self.done):
             self._save(figures)
 

@@ -1,6 +1,7 @@
 """The ranks of a training and the few collectives that distap needs.
 
-A global batch has slots 0 .. B-1. Of W ranks, rank r holds the slots r, r+W, r+2W, ... Gathered
+A global batch has slots 0 .. B-1. Of W ranks, rank r holds the slots r, r+W, r+2W, ..., or those
+that an `order` (B,) has at these places, such as slots of images that are stored together. Gathered
 rows come back in slot order, so that nothing computed from them depends on the number of ranks.
 """
 
@@ -50,6 +51,13 @@ class World:
     watchdog: Watchdog | None = None
     hosts: tuple[str, ...] = ()  # of all ranks, where they met by `join`
 
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None, device: torch.device) -> "World":
+        """Return the ranks of a process group; None is this process alone."""
+        if group is None:
+            return cls(device=device)
+        return cls(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
+
     def note(self, activity: str) -> None:
         """Tell the watchdog what this rank does from now on, such as `describe of step 12`."""
         if self.watchdog is not None:
@@ -66,15 +74,16 @@ class World:
         return f"rank {rank} ({self.hosts[rank]})" if len({*self.hosts}) > 1 else f"rank {rank}"
 
     def slots(self, total: int) -> range:
-        """Return this rank's slots of a global batch of `total` images."""
+        """Return this rank's slots of a global batch of `total` images, in no other order."""
         return range(self.rank, total, self.size)
 
-    def gather_rows(self, rows: Tensor, total: int) -> Tensor:
+    def gather_rows(self, rows: Tensor, total: int, order: Tensor | None = None) -> Tensor:
         """Gather (b, ...) rows of each rank's slots; return (B, ...) in slot order, B = `total`."""
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
-        return self.start_gather(lengthened(rows, self._share(total))).rows()[:total]
+        by_place = self.start_gather(lengthened(rows, self._share(total))).rows()[:total]
+        return by_place if order is None else by_place[order.argsort()]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
         """Start gathering rows, (n, ...) with the same n on every rank.
@@ -97,13 +106,16 @@ class World:
         row = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
         return [json.loads(bytes(line)) for line in self.gather_rows(row, self.size).tolist()]
 
-    def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
+    def scatter_rows(
+        self, rows: Tensor | None, like: Tensor, total: int, order: Tensor | None = None
+    ) -> Tensor:
         """Send each rank the (b, ...) rows of its slots, from rank 0's `rows`.
 
         Args:
             rows: (B, ...) in slot order; None on other ranks.
             like: a tensor with the dtype, device and trailing shape of `rows`.
             total: B.
+            order: (B,) slots by place; None: the places.
         """
         if self.size == 1:
             assert rows is not None
@@ -111,17 +123,18 @@ class World:
         received = like.new_empty(self._share(total), *like.shape[1:])
         shares = None
         if self.rank == 0 and rows is not None:
-            padded = lengthened(rows, self.size * len(received))
+            by_place = rows if order is None else rows[order]
+            padded = lengthened(by_place, self.size * len(received))
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
         self._together(dist.scatter, received, shares, group_src=0)
         return received[: len(self.slots(total))]
 
-    def reduce_rows(self, rows: Tensor) -> Tensor:
+    def reduce_rows(self, rows: Tensor, order: Tensor | None = None) -> Tensor:
         """Sum (B, ...) rows over the ranks; return the (b, ...) sums of this rank's slots."""
         if self.size == 1:
             return rows
         share = self._share(len(rows))
-        padded = lengthened(rows, self.size * share)
+        padded = lengthened(rows if order is None else rows[order], self.size * share)
         # reduce_scatter gives rank r the r-th block, so bring the slots of each rank together.
         by_rank = padded.view(share, self.size, *rows.shape[1:]).transpose(0, 1).contiguous()
         received = rows.new_empty(share, *rows.shape[1:])
@@ -138,14 +151,17 @@ class World:
         self._together(dist.all_reduce, tensor)
         return tensor
 
+    def greatest(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with the greatest of the ranks' values, and return it."""
+        self._together(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any value is not a number."""
         # Alone on the CPU, since a device may have no numbers, as `meta` has none.
         place = self.device if self.size > 1 else CPU
         number = torch.tensor(value, dtype=torch.float64, device=place)
-        greatest = number.nan_to_num(math.inf, math.inf)
-        self._together(dist.all_reduce, greatest, op=dist.ReduceOp.MAX)
-        return float(greatest)
+        return float(self.greatest(number.nan_to_num(math.inf, math.inf)))
 
     def all_agree(self, holds: bool) -> bool:
         """Return, on every rank, whether the condition holds on all ranks."""
@@ -323,6 +339,12 @@ def _keep_freed_memory() -> None:
     if mallopt:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
+    # Only a DTensor has this method; to import the class takes a second, and recipes do without.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def lengthened(rows: Tensor, length: int) -> Tensor:

@@ -30,7 +30,7 @@ AREAS = {
     "serve": "the server",
     "tune": "the search for better settings",
     "command": "command lines",
-    "package": "packages that are not installed",
+    "package": "packages that are not installed, or too old",
     "telemetry": "metrics, logs and loggers",
 }
 

@@ -24,7 +24,7 @@ import distap
 from distap import Multistage
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.stages.exactness import normalises_by_batch, why_cut_matters
+from distap.stages.exactness import normalises_by_batch, refuse_mixing, why_cut_matters
 from distap.world import World
 
 IMAGES = 22
@@ -469,3 +469,17 @@ def test_a_compiled_function_around_a_listwise_loss_gives_the_same_gradient(loss
     expected = gradients_of(network, function(images, labels))
     gradients = gradients_of(network, torch.compile(function, backend="eager")(images, labels))
     torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_descriptor_that_is_not_a_number_does_not_hide_that_a_network_draws():
+    network = nn.Dropout(0.5)
+    images = torch.ones(3, 8)
+    images[2, 0] = torch.nan
+
+    def describe(count, seed):
+        torch.manual_seed(seed)
+        return network(images[:count])
+
+    refuse_mixing(describe, network, 3)
+    with raises("network.mixes_images"):
+        refuse_mixing(lambda count, seed: describe(count, 0) * count, network, 3)

@@ -4,11 +4,13 @@ without one.
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from batches import TensorBatch
+from definitions import OF_SETS
 from networks import noise, random_network
 from problems import problem
 from servers import free_ports
@@ -39,6 +41,8 @@ LOSSES = {
     # Many virtual images come before a positive: the gradient of recall@k, its usual inner loss, is
     # but rounding.
     "simix": {"name": "simix", "inner": "smooth_ap"},
+    "within": {"within": {"inner": {"ap_q": 1, "arc_face": 0.1}}},
+    "by_set": {"by_set": {"even": "smooth_ap", "odd": "arc_face"}},
 }
 
 
@@ -137,9 +141,11 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
         # Large classes take the interpolated sums; but simix makes a virtual image of each pair of
         # a class.
         gathered = gathered_on(device, dtype, 40 if name == "simix" else 7)
-        loss = build_loss(LOSSES[name]).sized(
-            int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0
-        )
+        classes = torch.arange(int(gathered.labels.max()) + 1)
+        if name in OF_SETS:
+            classes = torch.stack([classes, classes % 2], 1)
+            gathered = replace(gathered, gallery_levels=classes.to(device)[gathered.labels])
+        loss = build_loss(LOSSES[name]).sized(classes, gathered.descriptors.shape[1], 0)
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))

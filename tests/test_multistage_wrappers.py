@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from batches import small_images, small_network
 from definitions import built, defined, levels_of
+from raising import raises
 from ranks import on_ranks
 from reference import listwise_loss
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distap import Multistage
+from distap.ranking.losses.building import build_loss
 
 IMAGES = 36
 FIRST = slice(0, 21)
@@ -30,7 +32,16 @@ PROXY_CLASSES = 5
 DIMENSIONS = 5
 NEAR = 1e-9
 
-WRAPPERS = ["not wrapped", "summed here", "ddp inside", "ddp around", "fsdp2", "fsdp2 of blocks"]
+WRAPPERS = [
+    "not wrapped",
+    "summed here",
+    "ddp inside",
+    "ddp around",
+    "fsdp2",
+    "fsdp2 of blocks",
+    "fsdp2 of blocks, freed by pass",
+    "fsdp2 of blocks, copies on hosts, freed by pass",
+]
 USES = [
     "plain",
     "no_sync",
@@ -39,9 +50,15 @@ USES = [
     "a sum of losses",
     "memory",
     "proxies",
+    "proxies of each rank",
     "lone rank",
 ]
-CELLS = [(wrapper, use) for wrapper in WRAPPERS for use in USES]
+CELLS = [
+    (wrapper, use)
+    for wrapper in WRAPPERS
+    for use in USES
+    if not ("hosts" in wrapper and use == "lone rank")
+]
 
 
 def batch_of(images):
@@ -52,6 +69,8 @@ def batch_of(images):
 def loss_of(use):
     if use == "a sum of losses":
         return {"ap_q": 1.0, "sup_con": 0.5}
+    if use == "proxies of each rank":  # which draws them once it knows its ranks
+        return build_loss("proxy_nca").sized(PROXY_CLASSES, DIMENSIONS, 0)
     return built("proxy_nca", PROXY_CLASSES, DIMENSIONS) if use == "proxies" else "ap_q"
 
 
@@ -74,8 +93,8 @@ def expected(use):
         value = listwise_loss("ap_q", first, first_labels) + 0.5 * contrastive
     elif use == "memory":
         value = listwise_loss("ap_q", second, second_labels, first.detach(), first_labels)
-    elif use == "proxies":
-        learned = [tensor.detach().requires_grad_() for tensor in loss_of(use).parameters]
+    elif use.startswith("proxies"):
+        learned = [tensor.detach().requires_grad_() for tensor in loss_of("proxies").parameters]
         value = defined("proxy_nca", first, levels_of(first_labels), learned)
     else:
         value = listwise_loss("ap_q", first, first_labels) / 2
@@ -92,7 +111,10 @@ def wrapped(wrapper, use, group):
     network = small_network()
     if wrapper.startswith("fsdp2"):
         mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
-        if wrapper == "fsdp2 of blocks":
+        if "hosts" in wrapper:  # with one rank each
+            ranks = torch.arange(dist.get_world_size())[:, None]
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("hosts", "ranks"))
+        if "blocks" in wrapper:
             fully_shard(network.block, mesh=mesh)
             fully_shard(network.stem, mesh=mesh)
         fully_shard(network, mesh=mesh)
@@ -106,7 +128,11 @@ def wrapped(wrapper, use, group):
         group=group,
         reduce=wrapper == "summed here",
         memory=100 if use == "memory" else 0,
+        reshard="pass" if "pass" in wrapper else "step",
+        shard_classes=use == "proxies of each rank",
     )
+    if multistage.learned is not None:
+        multistage.learned.double()
     if wrapper != "ddp around":
         return network, multistage, multistage, multistage.no_sync
     replicas = DistributedDataParallel(multistage, process_group=group)
@@ -120,6 +146,10 @@ def share_of(world, count):
     return (turn - 1).clamp(min=0) == world.rank
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def cell(world, wrapper, use, groups):
     """Return the loss, the gradients and the drift of one cell of the table on this rank."""
     group = groups[world.rank] if use == "lone rank" else None
@@ -131,7 +161,7 @@ def cell(world, wrapper, use, groups):
         if use == "lone rank":
             return outer(pixels, labels)
         rows = share_of(world, len(labels))
-        if use == "proxies":
+        if use.startswith("proxies"):
             return outer(pixels[rows], levels_of(labels[rows]))
         return outer(pixels[rows], labels[rows])
 
@@ -154,13 +184,12 @@ def cell(world, wrapper, use, groups):
         value = loss(FIRST)
         value.backward()
 
-    gradients = [parameter.grad for parameter in network.parameters()]
-    gradients = [
-        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in gradients
-    ]
+    gradients = [whole(parameter.grad) for parameter in network.parameters()]
     if wrapper == "not wrapped" and ranks > 1:
         gradients = [world.sum(gradient) / ranks for gradient in gradients]
-    gradients += [parameter.grad for parameter in multistage.loss.parameters]
+    gradients += [whole(parameter.grad) for parameter in multistage.loss.parameters]
+    is_sharded = [isinstance(parameter, DTensor) for parameter in multistage.loss.parameters]
+    assert all(is_sharded) == (use != "proxies")
     return value.item(), [gradient.detach() for gradient in gradients], multistage.replay_drift
 
 
@@ -180,6 +209,48 @@ def passes_between(world):
             network(pixels[:2])
         loss.backward()
     return [parameter.grad.full_tensor() for parameter in network.parameters()]
+
+
+def reshards_as_before(world):
+    """Whether the caller's own pass leaves the stem, the block and the head sharded: before a step
+    of Multistage, and after it.
+    """
+    network, multistage, _, _ = wrapped("fsdp2 of blocks", "plain", None)
+    network.block.set_reshard_after_forward(False)
+    pixels, labels = batch_of(FIRST)
+    share = share_of(world, len(labels))
+
+    def sharded():
+        with torch.no_grad():
+            network(pixels[:2])
+        units = (network.stem, network.block, network)
+        weights = (
+            next(network.stem.parameters()),
+            next(network.block.parameters()),
+            network.head.weight,
+        )
+        are_sharded = [isinstance(weight, DTensor) for weight in weights]
+        for unit in units:
+            unit.reshard()
+        return are_sharded
+
+    before = sharded()
+    with torch.no_grad():
+        multistage(pixels[share], labels[share])
+    described = sharded()
+    multistage(pixels[share], labels[share]).backward()
+    return before, described, sharded()
+
+
+def test_a_sharded_network_is_freed_as_the_caller_has_set_it():
+    for before, described, after in on_ranks(2, reshards_as_before):
+        assert before == described == after == [True, False, False]
+
+
+def test_resharding_by_pass_needs_a_sharded_network():
+    pixels, labels = batch_of(FIRST)
+    with raises("network.not_sharded", "reshard", "fully_shard"):
+        Multistage(small_network(), reshard="pass")(pixels, labels)
 
 
 def test_a_sharded_network_may_describe_images_between_call_and_backward():

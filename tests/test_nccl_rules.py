@@ -124,7 +124,9 @@ LOSSES = [
     "sup_ap",
     "sup_con",
     "triplet",
+    "within",
 ]
+WITHIN = {"within": {"inner": {"ap_q": 1, "smooth_ap": 1, "arc_face": 0.1}}}
 
 
 def of_rank_0(descriptors, labels):
@@ -137,11 +139,14 @@ def all_losses(world):
     raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
     own_rows = slice(world.rank, None, world.size)
     present = torch.arange(IMAGES) != 17
-    facts = (item[own_rows].to(world.device) for item in (normalize(raw), labels, present))
+    classes = torch.arange(60)
+    classes = torch.stack([classes, (classes > 9).long()], dim=1)
+    facts = (item[own_rows].to(world.device) for item in (normalize(raw), classes[labels], present))
     gathered = gather(*facts, world, IMAGES)
     results = {}
     for name in (*LOSSES, of_rank_0):
-        loss = build_loss(name).sized(60, 8, 0)
+        given = WITHIN if name == "within" else name
+        loss = build_loss(given).sized(classes, 8, 0)
         if loss.learned is not None:
             loss.learned.to(world.device)
         ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)

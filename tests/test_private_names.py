@@ -34,12 +34,20 @@ NAMES = {
 # Attributes of objects of other packages, and what we need them for; tests of their places run
 # them.
 ATTRIBUTES = {
+    "_auto_reshard_after_forward": "FSDP2: whether the network itself stays whole after a pass",
+    "_fsdp_param_group": "FSDP2: the same in older releases of torch",
+    "_fsdp_param_groups": "FSDP2: when a unit is freed, which only has setters",
+    "_get_fsdp_state": "FSDP2: the settings of a unit",
+    "_apply": "torch.nn.Module: give memory to parameters that have none, also to FSDP2's shards",
+    "_partial_reduce_output": "FSDP2: sums of a host that a step given up leaves behind",
+    "_states_to_backward_prefetch": "FSDP2: what a unit prefetches, which only has a setter",
     "_backward_hooks": (
         "torch.Tensor: hooks on a parameter's gradient, which act on the whole of it"
     ),
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
     "_cache_enabled": "torch's parametrisations: whether passes share what they compute",
     "_cdata": "torch's storage: which tensors share memory",
+    "_cat_file": "fsspec: a part of a file that is asked for now and read later",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
     "_PartitionedParameterCoordinator__params_to_release": (

@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 from benchmarks.plan.network_cost import Line, NetworkCost
-from benchmarks.plan.step_cost import FLOAT32, Machine, NetworkLink, Sharding, bins_of
+from benchmarks.plan.step_cost import Machine, NetworkLink, bins_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError, suggestion
+from distap.training.engines import DeepSpeedSettings
+from distap.training.rank_memory import FLOAT32
 
 MATRIX_SHARE = 0.45  # of the rate of matrix products
 TRAFFIC_SHARE = 0.75  # of the memory's rate
@@ -71,6 +73,7 @@ def machine_of(
         busy = passes * flops / MATRIX_SHARE + moved(images) / traffic
         return max(busy, passes * network.operations(images) * LAUNCH_SECONDS)
 
+    states = 3 if isinstance(recipe.engine, DeepSpeedSettings) else 2  # which keeps a copy
     binning = 4 * (bins_of(recipe.loss) or 0) / card.float32
     pair = 4 * network.dimensions / (card.float32 * MATRIX_SHARE) + BYTES_A_PAIR / traffic + binning
     return Machine(
@@ -80,7 +83,7 @@ def machine_of(
         rank=Line(RANKING_LAUNCHES * LAUNCH_SECONDS, pair),
         # An update reads and writes a parameter, its gradient and its states; the norm reads the
         # gradient once more.
-        parameter=FLOAT32 * (5 + 2 * Sharding.of(recipe.engine).states) / traffic,
+        parameter=FLOAT32 * (5 + 2 * states) / traffic,
         memory=MEMORY_SHARE * (card.memory - CONTEXT_BYTES),
         inside=NetworkLink(card.link * LINK_SHARE, MESSAGE_SECONDS),
         between=NetworkLink(link * LINK_SHARE, HOST_MESSAGE_SECONDS),

@@ -15,13 +15,14 @@ from torch.nn.functional import normalize
 
 from benchmarks.plan.cards import HOST_MESSAGE_SECONDS, LINK_SHARE, MESSAGE_SECONDS
 from benchmarks.plan.network_cost import Line, NetworkCost, changed, without_weights
-from benchmarks.plan.step_cost import Machine, NetworkLink, Sharding, pairs_of
+from benchmarks.plan.step_cost import Machine, NetworkLink, pairs_of
 from distap.config.recipe import Recipe
 from distap.ranking.gather import gather
 from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import learner_of, network_of, step_of
+from distap.training.engines import DDPSettings
 from distap.training.learner import TrainingStep
 from distap.world import World
 
@@ -121,7 +122,7 @@ class Trial:
                 2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS
             )
         optimizer_share = self._network.trained / (
-            ranks if Sharding.of(self.recipe.engine).optimizer else 1
+            1 if type(self.recipe.engine) is DDPSettings else ranks
         )
         return Machine(
             forward=Line(0, forward),

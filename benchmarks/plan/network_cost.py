@@ -16,7 +16,8 @@ from distap.config.recipe import Recipe
 from distap.model.weights import RandomWeights
 from distap.stages.replica import autocast
 from distap.stages.sizes import SavedBytes
-from distap.training.build import network_of
+from distap.training.build import choose_trained, network_of
+from distap.training.rank_memory import NetworkSize
 from distap.world import World
 
 # counted micro-batches; other sizes are taken from the line through these two
@@ -50,6 +51,8 @@ class NetworkCost(NamedTuple):
     backward_bytes: Line
     working: Line  # bytes that the largest operation reads and writes
     graph: Line  # bytes that autograd keeps
+    largest_block: int = 0  # parameters that are gathered at once, where the engine gathers blocks
+    frozen_bytes: int = 4  # of a parameter that does not train
 
 
 def network_cost(recipe: Recipe) -> NetworkCost:
@@ -57,8 +60,11 @@ def network_cost(recipe: Recipe) -> NetworkCost:
 
     A large one takes seconds.
     """
+    world = World(device=torch.device("meta"))
     with torch.device("meta"):
-        network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
+        network = network_of(without_weights(recipe), world).train()
+        choose_trained(recipe, network, world)
+    size = NetworkSize.of(network)
     with FakeTensorMode():
         _move_to_fake_cpu(network)
         # PyTorch fills caches in the first pass, which is not counted
@@ -69,12 +75,14 @@ def network_cost(recipe: Recipe) -> NetworkCost:
     }
     return NetworkCost(
         network.dimensions,
-        sum(p.numel() for p in network.parameters()),
-        sum(p.numel() for p in network.parameters() if p.requires_grad),
+        size.parameters,
+        size.trained,
         **{
             name: Line(max(counts_of_few[name] - FEW * per_image[name], 0.0), per_image[name])
             for name in counts_of_few
         },
+        largest_block=size.largest_block,
+        frozen_bytes=size.frozen_bytes,
     )
 
 

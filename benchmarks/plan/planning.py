@@ -1,19 +1,21 @@
 """Predict the cost of a recipe's steps for several numbers of GPUs, as tables and as JSON."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.plan.cards import machine_of
 from benchmarks.plan.measuring import Trial
-from benchmarks.plan.network_cost import network_cost
+from benchmarks.plan.network_cost import changed, network_cost
 from benchmarks.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table
+from distap.training.rank_memory import engines_of
 from distap.training.schedule import Length
 from distap.world import joined_world
 
@@ -44,6 +46,11 @@ RANK_BYTES = 4e9  # of the host's memory, beside pixels
 CAPTION = (
     "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share"
     " of a step that a GPU waits for others. micro-batch, keep: the most that fit."
+)
+
+ENGINES_CAPTION = (
+    "By the recipe's replay.size without kept graphs, with a ! if it is too much. The first that"
+    " fits sends the fewest messages."
 )
 
 
@@ -107,6 +114,7 @@ def cost_plan(
         "network": f"{described}, {planned}, engine {name_of('engine', recipe.engine)}",
         "assumptions": [basis, *_assumptions(steps[0]), *notes],
         "advice": _advice(steps),
+        "engines": {step.ranks: engine_memory(step) for step in steps},
         "steps": [
             {
                 **gpu_figures,
@@ -115,6 +123,45 @@ def cost_plan(
             for gpu_figures in map(_figures, steps)
         ],
     }
+
+
+def engine_memory(step: StepCost) -> dict[str, tuple[float, bool]]:
+    """Return for each engine the bytes of a GPU, and whether they fit, on so many GPUs.
+
+    The recipe's sizes are those of the recipe; no graph is kept.
+    """
+    answers = {}
+    for name, engine in engines_of(step.recipe.precision == "bf16").items():
+        recipe = step.recipe.model_copy(update={"engine": engine})
+        recipe = changed(recipe, replay={"keep": 0})
+        needed = sum(replace(step, recipe=recipe).memory.values())
+        answers[name] = needed, needed <= step.machine.memory
+    return answers
+
+
+def first_that_fit(engines: dict[int, dict[str, tuple[float, bool]]]) -> str:
+    """Return for each number of GPUs the first engine that fits, as a clause."""
+    clauses = []
+    for gpus, of_engines in engines.items():
+        clauses.append(f"{_first_fitting(of_engines) or 'none'} on {gpus:,}")
+    return ", ".join(clauses)
+
+
+def _first_fitting(of_engines: dict[str, tuple[float, bool]]) -> str | None:
+    return next((name for name, (_, fits) in of_engines.items() if fits), None)
+
+
+def engine_table(engines: dict[int, dict[str, tuple[float, bool]]]) -> Table:
+    """Return a row for each engine."""
+    names = list(next(iter(engines.values())))
+    rows = []
+    for name in names:
+        cells = [of_engines[name] for of_engines in engines.values()]
+        sizes = [f"{needed / 1e9:.2f}{'' if fits else ' !'}" for needed, fits in cells]
+        rows.append([name, *sizes])
+    return text_table(
+        "GB of a GPU by engine", ENGINES_CAPTION, ["engine", *map(str, engines)], rows
+    )
 
 
 def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
@@ -198,7 +245,9 @@ def _advice(steps: list[StepCost]) -> str:
             " and replay.keep=0"
         )
     if not figures["fits"]:
-        return f"on {gpus} this does not fit: choose a smaller data.image_size, or fsdp"
+        fitting = _first_fitting(engine_memory(step))
+        remedy = "choose a smaller data.image_size" if fitting is None else f"set engine: {fitting}"
+        return f"on {gpus} this does not fit: {remedy}"
     local = min(step.ranks, step.machine.gpus_a_host)
     # As much again as pixels, for what workers have read ahead.
     memory = local * (RANK_BYTES + 2 * figures["host_memory"]) / 1e9

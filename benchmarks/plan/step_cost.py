@@ -1,22 +1,20 @@
 """Predict what a training step costs on W ranks: memory, seconds, and bytes on the wire."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.plan.network_cost import NetworkCost
+from benchmarks.plan.network_cost import Line, NetworkCost
 from distap.config.recipe import Recipe
 from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS
 from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
+from distap.ranking.losses.classes import ProxyLoss
 from distap.ranking.losses.sums import WeightedSum
-from distap.registry import name_of
-from distap.training.engines import GREATEST_BUCKET
-
-FLOAT32 = 4  # bytes
+from distap.training.build import most_whole_classes
+from distap.training.rank_memory import BF16, FLOAT32, NetworkSize, RankMemory
 
 
 class NetworkLink(NamedTuple):
@@ -38,39 +36,6 @@ class Machine(NamedTuple):
     gpus_a_host: int = 8
 
 
-class Sharding(NamedTuple):
-    """How an engine divides its state among the ranks, and how often its ranks communicate."""
-
-    weights: bool = False  # each rank holds 1/W of the weights between steps
-    # each rank holds 1/W of the summed gradients and of the optimiser's state
-    optimizer: bool = False
-    # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
-    gathers: int = 0
-    states: int = 2  # float32 values per parameter that the optimiser keeps, such as Adam's moments
-    longest_message: float = math.inf  # trained parameters whose gradients one message holds
-    keeps_message: bool = False  # whether the buffer of a message stays between steps
-
-    @classmethod
-    def of(cls, engine: Any) -> "Sharding":
-        name = name_of("engine", engine)
-        if name == "fsdp":
-            return cls(True, True)
-        if name == "deepspeed":
-            # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward
-            # to the backward pass, up to DeepSpeed's limit of a thousand millions. It updates its
-            # own copy of the parameters.
-            is_last = engine.stage == 3
-            return cls(
-                is_last,
-                True,
-                int(is_last),
-                states=3,
-                longest_message=GREATEST_BUCKET,
-                keeps_message=is_last,
-            )
-        return cls()
-
-
 class Transfer(NamedTuple):
     """A collective that all ranks call together, on a ring."""
 
@@ -78,9 +43,12 @@ class Transfer(NamedTuple):
     kind: str  # all_gather, all_reduce, reduce_scatter or scatter
     payload: float  # bytes that each rank puts in; for a scatter, bytes that each rank gets
     calls: int = 1  # in a step
+    messages: int = 1  # of a call
+    among: int | None = None  # ranks that take part, such as those of a host; None: all
 
     def sent(self, ranks: int) -> float:
         """Bytes that a rank sends; for a scatter, rank 0."""
+        ranks = self.among or ranks
         rounds = {"all_gather": ranks, "scatter": ranks, "all_reduce": 2, "reduce_scatter": 1}[
             self.kind
         ]
@@ -88,10 +56,12 @@ class Transfer(NamedTuple):
 
     def seconds(self, machine: Machine, ranks: int) -> float:
         """Duration, which the slowest link of the ring determines."""
+        ranks = self.among or ranks
         links = (
             [machine.inside, machine.between] if ranks > machine.gpus_a_host else [machine.inside]
         )
-        messages = self.calls * (2 if self.kind == "all_reduce" else 1) * ceil(log2(ranks))
+        rounds = (2 if self.kind == "all_reduce" else 1) * ceil(log2(ranks))
+        messages = self.calls * self.messages * rounds
         slowest = min(link.bytes_per_second for link in links)
         return self.sent(ranks) / slowest + messages * max(link.latency for link in links)
 
@@ -108,8 +78,32 @@ class StepCost:
     ranks: int
 
     @cached_property
-    def sharding(self) -> Sharding:
-        return Sharding.of(self.recipe.engine)
+    def held(self) -> RankMemory:
+        network = self.network
+        size = NetworkSize(
+            network.parameters, network.trained, network.largest_block, network.frozen_bytes
+        )
+        return RankMemory(
+            self.recipe.engine,
+            size,
+            self.ranks,
+            self.machine.gpus_a_host,
+            averages=self.recipe.ema is not None,
+        )
+
+    @cached_property
+    def graph(self) -> Line:
+        """Bytes that autograd keeps of a micro-batch."""
+        line = self.network.graph
+        if self.held.width != BF16:
+            return line
+        # Autocast's copies of float32 weights in bf16 are the gathered weights themselves.
+        return Line(max(line.once - BF16 * self.network.parameters, 0.0), line.each)
+
+    @property
+    def gathers_per_pass(self) -> bool:
+        """Return whether weights are gathered for a micro-batch, and not once a step."""
+        return self.held.frees_blocks or getattr(self.recipe.engine, "stage", 0) == 3
 
     @property
     def share(self) -> int:  # images of a rank, b
@@ -141,7 +135,7 @@ class StepCost:
     @property
     # most images of a micro-batch with a graph that fit; 0 if not one does
     def greatest_replay_size(self) -> int:
-        graph = self.network.graph
+        graph = self.graph
         working = self.network.working
         beside = sum(self._lasting.values()) + self._gathered + graph.once + working.once
         if not self._reduces:
@@ -156,57 +150,33 @@ class StepCost:
         beside = sum(self._lasting.values()) + max(
             sum(stage.values()) for stage in self._stages(kept_micro_batches=0)
         )
-        room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
+        room = int((self.machine.memory - beside) // self.graph(self.replay_size))
         return (
             0
-            if self.sharding.gathers or not self._reduces
+            if self.gathers_per_pass or not self._reduces
             else max(0, min(ceil(self.share / self.replay_size), room))
         )
 
     @cached_property
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
-        sharding = self.sharding
         network = self.network
-        optimizer_share = 1 / self.ranks
         images = 2 * self.share + self.batch + self.recipe.memory.size
-        return {
-            "weights": FLOAT32 * network.parameters * (optimizer_share if sharding.weights else 1),
-            "gradients": FLOAT32 * network.trained,  # summed whole over the micro-batches
-            "buffer of messages": self._message if sharding.keeps_message else 0,
-            "optimizer": (
-                FLOAT32
-                * network.trained
-                * sharding.states
-                * (optimizer_share if sharding.optimizer else 1)
-            ),
-            "average": (
-                0
-                if self.recipe.ema is None
-                else FLOAT32 * network.trained * (optimizer_share if sharding.weights else 1)
-            ),
+        # proxies with their gradient and the optimiser's state
+        proxies = FLOAT32 * (2 + self.held.states) * network.dimensions * self._classes
+        return self.held.lasting | {
+            "proxies": proxies / (self.ranks if self._shares_classes else 1),
             "descriptors": FLOAT32 * network.dimensions * images,
         }
 
     @property
     def _gathered(self) -> float:
         """Bytes of weights beyond the rank's own shard."""
-        return (
-            FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
-        )
-
-    @property
-    def _message(self) -> float:
-        """Bytes of the message that sums gradients over ranks, a copy of them.
-
-        All in one, if it is not too long.
-        """
-        longest = min(self.network.trained, self.sharding.longest_message)
-        return FLOAT32 * longest if self.ranks > 1 else 0.0
+        return self.held.gathered
 
     @property
     def _reduction(self) -> dict[str, float]:
         """Bytes that the reduction of the gradients needs for itself; no graph is left then."""
-        return {"gathered weights": self._gathered, "message": self._message}
+        return {"gathered weights": self._gathered, "message": self.held.message}
 
     @property
     def _reduces(self) -> bool:
@@ -216,7 +186,7 @@ class StepCost:
     def _stages(self, kept_micro_batches: int) -> list[dict[str, float]]:
         """Bytes that describe, rank and replay need for themselves."""
         working = self.network.working
-        graph = self.network.graph(self.replay_size)
+        graph = self.graph(self.replay_size)
         whole = {"gathered weights": self._gathered, "graphs": kept_micro_batches * graph}
         # Kept graphs are gone through first, so that a replayed one takes the room of one of them.
         replay = {"gathered weights": self._gathered, "graphs": max(kept_micro_batches, 1) * graph}
@@ -226,8 +196,21 @@ class StepCost:
             {**replay, "working memory": working(self.replay_size)},
         ]
 
+    @cached_property
+    def _classes(self) -> int:
+        """Classes with a proxy each, as far as the recipe says how many; 0 for other losses."""
+        loss = self.recipe.loss
+        return (loss.classes or 0) if isinstance(loss, ProxyLoss) else 0
+
+    @property
+    def _shares_classes(self) -> bool:
+        most = most_whole_classes(self.recipe)
+        return most is not None and self._classes > most
+
     @property
     def _ranked(self) -> tuple[int, int]:  # queries and gallery
+        if self._classes:  # each rank scores the whole batch by its classes, twice
+            return 2 * self.batch, ceil(self._classes / self.ranks)
         rows = self.batch if self.recipe.rank.mode == "central" else self.share
         return rows, self.batch + self.recipe.memory.size
 
@@ -261,7 +244,7 @@ class StepCost:
         # Only the last chunk is sent when nothing is left to describe.
         chunks = ceil(self.share / max(LEAST_SENT, ceil(self.share / MOST_CHUNKS)))
         wait["gather"] = max(wait["gather"] / chunks, wait["gather"] - describe)
-        own_parameters = self.network.trained / (self.ranks if self.sharding.optimizer else 1)
+        own_parameters = self.network.trained / self.held.ways_of_optimizer
         return {
             "describe": describe,
             "gather": wait["gather"],
@@ -276,7 +259,6 @@ class StepCost:
     def transfers(self) -> dict[str, list[Transfer]]:
         """Data that ranks send each other, by stage; one rank sends nothing of it."""
         network = self.network
-        sharding = self.sharding
         share = self.share
         bins = bins_of(self.recipe.loss)
         own_bytes = share * network.dimensions * FLOAT32
@@ -288,21 +270,42 @@ class StepCost:
         else:
             rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)
         reduce = [Transfer("gradients", "all_reduce", trained)]
-        if sharding.optimizer:
-            # Weights are gathered for stage one, or after an update, and again for replay if they
-            # do not stay.
-            replayed = max(ceil(share / self.replay_size) - self.kept, 0)
-            gathers = 1 + sharding.gathers * replayed
-            weights = Transfer(
-                "weights", "all_gather", network.parameters * FLOAT32 / self.ranks, gathers
-            )
-            reduce = [weights, Transfer("gradients", "reduce_scatter", trained)]
+        if self.held.ways_of_optimizer > 1:
+            reduce = self._of_shards(trained)
         # Each image has a label, a number, and a flag that says whether it takes part.
         gather = [
             Transfer("descriptors", "all_gather", own_bytes),
             Transfer("labels", "all_gather", share * 3 * 8),
         ]
         return {"gather": gather, "rank": [rank], "reduce": reduce}
+
+    def _of_shards(self, trained: float) -> list[Transfer]:
+        """Messages that gather weights and sum gradients, which shards are parts of."""
+        held = self.held
+        network = self.network
+        among = held.shares if held.shares > 1 else self.ranks
+        passes = ceil(self.share / self.replay_size)
+        # Weights are gathered for stage one, or after an update, and again for replay if they do
+        # not stay: by ZeRO 3 for each micro-batch, by FSDP's passes for each forward and backward
+        # pass.
+        gathers = 1
+        reductions = 1
+        if held.frees_blocks:
+            gathers = 3 * passes
+            reductions = passes
+        elif self.gathers_per_pass:
+            gathers += max(passes - self.kept, 0)
+        messages = ceil(network.parameters / held.unit)
+        weights = held.width * network.parameters / among
+        transfers = [
+            Transfer("weights", "all_gather", weights, gathers, messages, among),
+            Transfer("gradients", "reduce_scatter", trained, reductions, messages, among),
+        ]
+        if among < self.ranks:
+            hosts = ceil(self.ranks / among)
+            between = Transfer("sums of hosts", "all_reduce", trained / among, 1, messages, hosts)
+            transfers.append(between)
+        return transfers
 
     @property
     def sent(self) -> dict[str, float]:

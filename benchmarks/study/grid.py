@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from distap.config.evaluation_sections import MEAN, MERGED
 from distap.config.reading import changed_settings, load_recipe, parsed_yaml, recipe_file
 from distap.config.recipe import Recipe
 from distap.config.sections import Section
@@ -260,6 +261,9 @@ class Grid:
                 f"{point}: a study needs data.validation, and evaluation.every other than 0",
             )
         sets = ["validation", *recipe.evaluation.also]
+        if isinstance(recipe.data.validation, dict):
+            sets += recipe.data.validation_sets
+        sets += [MEAN] * (len(sets) > 1) + [MERGED] * recipe.evaluation.merged
         for figure in self.study.figures:
             if not any(figure.startswith(f"{name}/") for name in sets):
                 raise DistapError(

@@ -1,35 +1,18 @@
-"""Look at one's own images, and write a first recipe for them."""
+"""Write a first recipe for one's own images, with the reason for each choice."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from distap.data.images.damage import DamagedImageError
-from distap.data.loading.reader import ImageSet
-from distap.data.plan import Classes
-from distap.data.shards.index import Index, load_index
+from distap.apps.looking import Look
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError, logger
-from distap.randomness import permutation
-from distap.storage.locations import part_of
-
-# Names of folders.
-TRAIN = ("train", "training")
-TEST = ("test", "validation", "val", "valid")
-LISTS = (".csv", ".tsv")  # of images, which `distap data pack` reads
-
-# If there is no set to evaluate on, this share of the classes is held out, if they are enough.
-HELD_OUT = 0.25
-LEAST_TO_HOLD_OUT = 20
-SIZES_LOOKED_AT = 200  # images that are opened for their size if the index does not know it
 
 # Batches. With fewer classes than these, a batch of every class has many images of each.
 MANY_CLASSES = 100
@@ -42,6 +25,9 @@ EPOCHS = 10
 LEAST_STEPS = 200
 WARMUP_SHARE = 10  # a tenth of the steps
 EVALUATIONS = 10
+# Several sets weigh alike until the largest has this many times the images of the smallest: equal
+# weights go through the smallest as many times while the largest is seen once.
+SIZES_APART = 4
 
 
 class Family(NamedTuple):
@@ -101,23 +87,6 @@ RECIPE_TEMPLATES = Environment(
 RECIPE_TEMPLATES.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class Look:
-    """The images that a recipe is for."""
-
-    # Data sets as a recipe names them: train and, if there are, validation and gallery.
-    sets: dict[str, str]
-    classes: Classes
-    shared: int  # classes that training shares with the other sets
-    images: int
-    side: int  # median of the shorter sides, pixels
-
-    @property
-    def alone(self) -> int:
-        """Number of classes with one image."""
-        return self.classes.count - len(self.classes.with_pairs)
-
-
 def gpus_here() -> tuple[int, bool]:
     """Return how many GPUs torch sees, and whether they, or else the CPU, compute in bf16."""
     # Without a device there is no need to wait for torch, which loads for seconds.
@@ -129,52 +98,13 @@ def gpus_here() -> tuple[int, bool]:
     return count, count > 0 and cuda.is_bf16_supported(including_emulation=False)
 
 
-def look(place: str) -> Look:
-    """Inspect a folder with a sub-folder per class, shards, or a folder with `train` and `test`.
-
-    Raises:
-        DistapError: there are no images, or no class has two.
-    """
-    folder = Path(place)
-    paths = (folder, *sorted(folder.glob("*")))
-    lists = [path for path in paths if path.suffix in LISTS and path.is_file()]
-    hint = ""
-    if lists:
-        hint = f"; `distap data pack {lists[0]} shards` packs its images, then `distap init shards`"
-    if folder in lists:
-        raise DistapError("data.not_packed", f"{place}: a list of images, not the images{hint}")
-
-    sets = _sets_in(folder) if folder.is_dir() else {"train": place}
-    try:
-        index = load_index(sets["train"])
-    except DistapError as error:
-        raise DistapError(error.code, f"{error}{hint}") from error
-    if len(sets) == 1 and len(index.classes.with_pairs) >= LEAST_TO_HOLD_OUT:
-        sets = {
-            "train": part_of(sets["train"], 0, 1 - HELD_OUT),
-            "validation": part_of(sets["train"], 1 - HELD_OUT, 1),
-        }
-        index = index.of_classes(0, 1 - HELD_OUT)
-    classes = index.classes
-    pairs = len(classes.with_pairs)
-    if pairs < 2:
-        raise DistapError(
-            "data.too_few_classes",
-            f"{sets['train']}: {classes.count} classes, of which {pairs} have two images or more;"
-            " training needs two such classes at least: an image learns from others of its class"
-            f" and of other classes{hint}",
-        )
-    evaluated = {
-        name for key in sets if key != "train" for name in load_index(sets[key]).class_name
-    }
-    shared = evaluated.intersection(index.class_name)
-    return Look(sets, classes, len(shared), len(index), _median_side(sets["train"], index))
-
-
-def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: int | None) -> str:
+def recipe_for(
+    looks: Mapping[str, Look], run: str, backbone: str | None, weights: str, size: int | None
+) -> str:
     """Return the text of a recipe for images, with the reasons for its settings.
 
     Args:
+        looks: the data sets by name, see `looking.look_at_each`.
         run: the recipe's run folder.
         backbone: an architecture of timm; None chooses one for this machine.
         weights: to begin with, as in a recipe.
@@ -182,35 +112,36 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     """
     gpus, takes_bf16 = gpus_here()
     device = "cuda" if gpus else "cpu"
-    pairs = seen.classes.with_pairs
-    images_of_class = int(np.median(seen.classes.sizes[pairs]))
-    classes, images = _batch(seen, images_of_class, device)
+    seen = [*looks.values()]
+    total = sum(look.images for look in seen)
+    shared = sum(look.shared for look in seen)
+    pair_sizes = np.concatenate([look.pair_sizes for look in seen])
+    images_of_class = int(np.median(pair_sizes))
+    set_weights = _weights(seen)
+    classes, images = _batch(seen, set_weights, images_of_class, device)
     batch = classes * images
-    steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
+    steps = max(round(EPOCHS * total / batch), LEAST_STEPS)
 
     backbone = backbone or DEFAULT_BACKBONE[device]
     architecture = Path(backbone).name
     takes_any = re.match(TAKES_ANY_SIZE, architecture)
-    side = size or _input_side(seen.side, backbone, device)
+    seen_side = int(np.median([look.side for look in seen]))
+    side = size or _input_side(seen_side, backbone, device)
     larger = -int(-LARGER * side // STEP_OF_SIDE) * STEP_OF_SIDE if takes_any else side
 
-    is_small = len(pairs) < MANY_CLASSES
-    is_pretrained = weights != "random"
-    family = next((family for family in FAMILIES if re.match(family.pattern, architecture)), None)
-    if not is_pretrained:
-        family = None
+    is_small = len(pair_sizes) < MANY_CLASSES
+    family = _family(architecture) if weights != "random" else None
     # Fitted to few classes, pretrained features tell other classes apart less well.
-    is_careful = is_pretrained and is_small and not seen.shared and family is None
-    if family is not None:
-        rate = family.rate
-    elif is_careful:
-        rate = CAREFUL_RATE
-    else:
-        rate = PRETRAINED_RATE if is_pretrained else RANDOM_RATE
+    is_careful = weights != "random" and is_small and not shared and family is None
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
+        **_places_in(looks),
         run=run,
-        seen=seen,
-        count=len(pairs),
+        total=total,
+        shared=shared,
+        seen_side=seen_side,
+        times=_times(seen),
+        has_roots=len({*set_weights}) > 1,
+        count=len(pair_sizes),
         images_of_class=images_of_class,
         is_small=is_small,
         is_careful=is_careful,
@@ -220,12 +151,13 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         classes=classes,
         images=images,
         batch=batch,
+        small_batch=SMALL_BATCH,
         steps=steps,
         warmup=steps // WARMUP_SHARE,
         every=steps // EVALUATIONS,
         backbone=backbone,
         weights=weights,
-        rate=rate,
+        rate=_rate(weights, family, is_careful),
         family=family,
         gpus=gpus,
         takes_bf16=takes_bf16,
@@ -233,16 +165,74 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     )
 
 
-def _batch(seen: Look, images_of_class: int, device: str) -> tuple[int, int]:
+def _places_in(looks: Mapping[str, Look]) -> dict[str, Any]:
+    """Return what the template says about where the data sets are, and which are evaluated."""
+    validation = dict[str, str]()
+    searched = dict[str, Mapping[str, str]]()  # with a gallery
+    unseen = list[str]()
+    for name, look in looks.items():
+        if "gallery" in look.sets:
+            searched[name] = look.sets
+        elif "validation" in look.sets:
+            validation[name] = look.sets["validation"]
+        else:
+            unseen.append(name)
+    return {
+        "sets": {name: look.sets for name, look in looks.items()},
+        "validation": validation,
+        "searched": searched,
+        "unseen": unseen,
+        "held_out": [name for name, place in validation.items() if place.endswith("]")],
+    }
+
+
+def _family(architecture: str) -> Family | None:
+    return next((family for family in FAMILIES if re.match(family.pattern, architecture)), None)
+
+
+def _rate(weights: str, family: Family | None, is_careful: bool) -> float:
+    """Return the rate of Adam."""
+    if family is not None:
+        return family.rate
+    if weights == "random":
+        return RANDOM_RATE
+    return CAREFUL_RATE if is_careful else PRETRAINED_RATE
+
+
+def _times(seen: Sequence[Look]) -> float:
+    """Return how many times the images of the smallest data set the largest has."""
+    images = [look.images for look in seen]
+    return max(images) / min(images)
+
+
+def _weights(seen: Sequence[Look]) -> list[float]:
+    """Return the weight of each data set in batches: 1, or the square root of its images."""
+    if _times(seen) <= SIZES_APART:
+        return [1.0] * len(seen)
+    return [math.sqrt(look.images) for look in seen]
+
+
+def _batch(
+    seen: Sequence[Look], weights: Sequence[float], images_of_class: int, device: str
+) -> tuple[int, int]:
     """Return P and K of p_by_k; a small batch holds all of few classes."""
-    count = len(seen.classes.with_pairs)
-    if count >= MANY_CLASSES:
+
+    def most(images: int) -> int:
+        """Return the greatest P of which each data set can provide its share."""
+        of_sets = zip(seen, weights, strict=True)
+        return min(
+            int(look.classes.most(images) * sum(weights) / weight) for look, weight in of_sets
+        )
+
+    if sum(len(look.pair_sizes) for look in seen) >= MANY_CLASSES:
         images = min(BATCH_IMAGES_PER_CLASS, images_of_class)
-        batch = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[device])
-        return min(batch // images, seen.classes.most(images)), images
+        total = sum(look.images for look in seen)
+        batch = min(total // BATCHES_AN_EPOCH, LARGEST_BATCH[device])
+        return min(batch // images, most(images)), images
+    count = most(2)
     images = max(2, min(SMALL_BATCH // min(count, SMALL_BATCH // 2), images_of_class))
     classes = min(SMALL_BATCH // images, count)
-    while images > 2 and seen.classes.most(images) < classes:  # some classes are small
+    while images > 2 and most(images) < classes:  # some classes are small
         images -= 1
     return classes, images
 
@@ -254,67 +244,3 @@ def _input_side(side: int, backbone: str, device: str) -> int:
     smallest = -(-SMALLEST_SIDE // multiple)
     largest = max(1, LARGEST_SIDE[device] // multiple)
     return multiple * int(np.clip(round(side / multiple), smallest, largest))
-
-
-def _sets_in(folder: Path) -> dict[str, str]:
-    """Return the data sets in a folder by their keys in a recipe.
-
-    They are called as people or `distap data pack` call them.
-    """
-
-    def first(names: Iterable[str]) -> Path | None:
-        return next((folder / name for name in names if _holds_classes(folder / name)), None)
-
-    train = first(TRAIN)
-    if train is None:
-        return {"train": _source(folder)}
-    sets = {"train": train}
-    test = first(TEST)
-    queries = first(("query", *(f"{name}-query" for name in TEST)))
-    gallery = first(("gallery", *(f"{name}-gallery" for name in TEST)))
-    if test:
-        sets["validation"] = test
-    elif queries and gallery:
-        sets["validation"] = queries
-        sets["gallery"] = gallery
-    skipped = [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path not in sets.values() and _holds_classes(path)
-    ]
-    if skipped:
-        logger.warning(
-            "%s: not taken: %s; expected train and test, or train, query and gallery",
-            folder,
-            skipped,
-        )
-    return {key: _source(path) for key, path in sets.items()}
-
-
-def _holds_classes(folder: Path) -> bool:
-    """Return whether a folder holds classes: `train` may also be a class, of pictures of trains."""
-    return folder.is_dir() and any(
-        path.is_dir() or path.suffix == ".tar" for path in folder.iterdir()
-    )
-
-
-def _source(folder: Path) -> str:
-    return str(folder) if any(folder.glob("*.tar")) else f"imagefolder:{folder}"
-
-
-def _median_side(source: str, index: Index) -> int:
-    """Return the median of the images' shorter sides, pixels."""
-    has_size = index.width > 0
-    if has_size.any():
-        return int(np.median(np.minimum(index.width, index.height)[has_size]))
-    images = ImageSet(source, index)
-    sides = list[int]()
-    for sample in permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist():
-        with suppress(DamagedImageError):
-            sides.append(min(images.encoded(sample).size))
-    if not sides:
-        raise DistapError(
-            "data.no_readable_image",
-            f"{source}: none of {SIZES_LOOKED_AT} images that were looked at can be read",
-        )
-    return int(np.median(sides))

@@ -21,7 +21,8 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT, RECIPE_TEMPLATES
+from distap.apps.advice import RECIPE_TEMPLATES
+from distap.apps.looking import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.checkpoint.lease import Lease
 from distap.config.reading import changed_settings, load_recipe, parsed_yaml
@@ -99,7 +100,7 @@ class Tuning:
         if count < LEAST_TO_HOLD_OUT:
             raise DistapError(
                 "data.too_few_classes",
-                f"{self.recipe.data.train}: {count} classes, of which none can be held out;"
+                f"{self.recipe.data.train_name}: {count} classes, of which none can be held out;"
                 f" expected at least {LEAST_TO_HOLD_OUT}",
             )
         load_recipe(self.of_trial({}, self.folder), where=f"{self.config}, in a trial")
@@ -206,11 +207,19 @@ class Tuning:
             "data.train": part_of(train, 0, 1 - HELD_OUT),
             "data.validation": part_of(train, 1 - HELD_OUT, 1),
             "data.gallery": None,
-            "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [FIGURE]},
+            "evaluation": {
+                "every": every,
+                "unit": "steps",
+                "at_start": False,
+                "figures": [FIGURE],
+                "merged": False,
+                "best": None,
+            },
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
         return changed_settings(
-            settings, [changes, "evaluation.also={}", "loggers=[]", "metrics.port=null"]
+            settings,
+            [changes, "evaluation.also={}", "loggers=[]", "metrics.port=null"],
         )
 
     def search(self, minutes: float) -> None:

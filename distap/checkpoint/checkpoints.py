@@ -28,6 +28,7 @@ from distap.checkpoint.manifest import (
     STATE_FILE,
     DamagedCheckpointError,
     Manifest,
+    ShardOf,
     damaged,
     parse_manifest,
     read_tensors,
@@ -39,6 +40,7 @@ from distap.storage.remotes import DamagedFileError, MissingFileError, Unreachab
 from distap.storage.texts import read_json
 
 CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
+EARLIER_SCORE = "validation mAP"  # of checkpoints that do not name their score
 NAME = re.compile(r"step-\d{8}(\.\d+)?")
 STEP = len("step-00000000")  # characters of a name up to the end of the step
 DOWNLOADS = 4  # files at once
@@ -72,9 +74,9 @@ class Checkpoint:
             raise damaged(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Read the tensors whose name starts with `prefix` to the CPU."""
-        return read_tensors(self.path, self.manifest.files, prefix)
+    def tensors(self, prefix: str = "", shard_of: ShardOf | None = None) -> dict[str, Tensor]:
+        """Read the tensors whose name starts with `prefix`; see `read_tensors`."""
+        return read_tensors(self.path, self.manifest.files, prefix, shard_of)
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,22 @@ class Checkpoints:
             raise damaged(self.where(name), error) from error
         return parse_manifest(data, self.where(name))
 
-    def best(self) -> tuple[float, str] | tuple[None, None]:
-        """Return the best validation mAP of undamaged checkpoints, and the newest one with it."""
-        scores = []
+    def best(self, scored_by: str | None = None) -> tuple[float, str] | tuple[None, None]:
+        """Return the best score of undamaged checkpoints, and the newest one with it.
+
+        Args:
+            scored_by: figure whose scores are compared; None takes that of the newest score.
+        """
+        scored = list[tuple[str, float, str]]()
         for name in self.names():
             with suppress(DamagedCheckpointError):
-                score = self.manifest(name).score
-                if score is not None:
-                    scores.append((score, name))
+                manifest = self.manifest(name)
+                if manifest.score is not None:
+                    figure = manifest.about.get("scored_by", EARLIER_SCORE)
+                    scored.append((figure, manifest.score, name))
+        if scored_by is None and scored:
+            scored_by = scored[-1][0]
+        scores = [(score, name) for figure, score, name in scored if figure == scored_by]
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:

@@ -24,7 +24,7 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
 
     Args:
         where: a run (its newest undamaged checkpoint is taken), or one of its checkpoints.
-        best: of a run, take the checkpoint with the highest validation mAP instead of the newest.
+        best: of a run, take the checkpoint with the highest score instead of the newest.
     Raises:
         DistapError: there is no checkpoint, the named one is damaged, or the store cannot be read.
     """

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +42,8 @@ SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors th
 MANIFEST_FORMAT = 3
 # Copies of a rank's tensors that safetensors holds in memory before it writes them.
 SERIALIZED_COPIES = 2
+# from name and shape of a tensor to a DTensor of that shape, or None
+ShardOf = Callable[[str, torch.Size], Tensor | None]
 
 
 class DamagedCheckpointError(DistapError):
@@ -60,9 +62,9 @@ class Manifest:
     step: int  # number of steps done
     ranks: int  # that wrote it
     files: dict[str, FileIdentity]
-    # Fingerprint of the data, and version of the order of batches.
+    # Fingerprint of the data, version of the order of batches, and the name of the score.
     about: dict[str, Any] = field(default_factory=dict)
-    score: float | None = None  # validation mAP of this state, if it was evaluated
+    score: float | None = None  # of this state, if it was evaluated
 
     def text(self) -> str:
         return _text({"format": MANIFEST_FORMAT, **asdict(self)})
@@ -155,11 +157,17 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> 
         raise OSError("; ".join(causes)) from error
 
 
-def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, files: Collection[str], prefix: str = "", shard_of: ShardOf | None = None
+) -> dict[str, Tensor]:
     """Read the tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
 
-    `files` are the names in the manifest. The header of a shard says where its part of a tensor
-    begins.
+    The header of a file says where its part of a tensor begins.
+
+    Args:
+        files: the names in the manifest.
+        shard_of: returns, by the name and shape of a tensor, one that is shared out among the
+            ranks, of which this rank's part alone is read; or None, for a whole tensor.
     """
     # The reader opens all shards that it finds, so none may lie there that was not verified.
     foreign = {path.name for path in folder.glob("*.safetensors")}.difference(files)
@@ -169,7 +177,7 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
         reader = HuggingFaceStorageReader(str(folder))
         room = sum((folder / name).stat().st_size for name in files if SHARD.fullmatch(name))
         tensors = {
-            name: _allocate(name, stored, room)
+            name: _allocate(name, stored, room, shard_of)
             for name, stored in reader.read_metadata().state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and name.startswith(prefix)
         }
@@ -184,9 +192,14 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
     return tensors
 
 
-def _allocate(name: str, stored: TensorStorageMetadata, room: int) -> Tensor:
+def _allocate(
+    name: str, stored: TensorStorageMetadata, room: int, shard_of: ShardOf | None
+) -> Tensor:
     """Allocate a stored tensor, unless it claims more than the `room` bytes of all files."""
     size = stored.size.numel() * stored.properties.dtype.itemsize
     if size > room:
         raise ValueError(f"{name} is to have {size:,} bytes, more than all files together")
+    shared = shard_of(name, stored.size) if shard_of is not None else None
+    if shared is not None:
+        return torch.empty_like(shared, dtype=stored.properties.dtype, requires_grad=False)
     return torch.empty(stored.size, dtype=stored.properties.dtype)

@@ -52,8 +52,7 @@ class CheckpointWriter:
 
     Args:
         checkpoints: those of the run; all hosts share the disk or store.
-        keep: number of newest checkpoints that stay, next to the one with the highest validation
-            mAP.
+        keep: number of newest checkpoints that stay, next to the one with the highest score.
         timeout_seconds: for the ranks' collectives about a checkpoint, its writing, and a wait for
             it.
         spool: folder on this host's disk, through which files go to a store.
@@ -76,7 +75,7 @@ class CheckpointWriter:
         self._ranks = replace(self.world, device=CPU, group=group, watchdog=None)
         self._writing: Future[Written] | None = None
         self.outcomes: deque[Written] = deque()  # for the caller to take and report
-        self.best = float("-inf")  # highest validation mAP of a checkpoint that is there
+        self.best = float("-inf")  # highest score of a checkpoint that is there
 
     def save(
         self,

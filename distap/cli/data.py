@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from distap.data.shards.image_folders import Skipped
-    from distap.data.shards.index import Index
+    from distap.data.shards.index import Index, Scaling
 
 SHOWN = 5  # classes whose names are printed
 
@@ -47,9 +47,26 @@ LEFT_OUT = Annotated[
         help="CSV file to write of what is left out, and why.", show_default="only counted"
     ),
 ]
-ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
-SHUFFLE_OPTION = Annotated[
-    int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")
+ORDER = Annotated[
+    Literal["classes", "listed", "random"],
+    typer.Option(
+        help="Keep the images of a class together, in one shard if they fit, the classes in random"
+        " order; or pack the images as listed, or in random order, which data.reading: streamed"
+        " needs."
+    ),
+]
+SHORTER_SIDE = Annotated[
+    int | None,
+    typer.Option(
+        help="Scale images with a longer shorter side down to this many pixels, and pack them as"
+        " JPEG. Others are packed byte for byte.",
+        min=1,
+        show_default="pack all byte for byte",
+    ),
+]
+JPEG_QUALITY = Annotated[
+    int | None,
+    typer.Option(help="JPEG quality for --side.", min=1, max=100, show_default="90"),
 ]
 
 
@@ -67,7 +84,9 @@ def convert_command(
         typer.Option(help="Split to convert. Repeat the option for several.", show_default="all"),
     ] = None,
     images_per_shard: IMAGES_PER_SHARD = 1000,
-    shuffle: SHUFFLE_OPTION = None,
+    order: ORDER = "classes",
+    side: SHORTER_SIDE = None,
+    quality: JPEG_QUALITY = None,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
@@ -85,7 +104,8 @@ def convert_command(
         only=split or (),
         track=track,
         images_per_shard=images_per_shard,
-        shuffle=shuffle,
+        order=order,
+        scaling=_scaling(side, quality),
         workers=workers,
     )
     for name_of_split, (index, _) in converted.items():
@@ -101,7 +121,9 @@ def pack_command(
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
-    shuffle: SHUFFLE_OPTION = None,
+    order: ORDER = "classes",
+    side: SHORTER_SIDE = None,
+    quality: JPEG_QUALITY = None,
     nested: Annotated[
         Literal["top", "leaf", "merge", "path", "levels"] | None,
         typer.Option(help=NESTED, show_default="refuse them"),
@@ -120,12 +142,14 @@ def pack_command(
     A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative
     to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes
     that hold the class, and split, each packed as OUTPUT/SPLIT, such as train, test-query and
-    test-gallery. Images are packed byte for byte. Every file that is left out, such as an image
-    that is cut short or missing, is counted by the reason. OUTPUT appears when it is complete.
+    test-gallery. Images are packed byte for byte, unless --side scales them. Every file that is
+    left out, such as an image that is cut short or missing, is counted by the reason. OUTPUT
+    appears when it is complete.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
 
+    scaling = _scaling(side, quality)
     renamed = dict(_column(text) for text in columns.split(",")) if columns else {}
     if (columns and source.is_dir()) or (nested and source.is_file()):
         raise DistapError(
@@ -141,10 +165,31 @@ def pack_command(
         listing = listing.halves(split)
 
     listings = listing.by_part()
-    packed = pack_parts(listings, output, images_per_shard, track, shuffle=shuffle, workers=workers)
+    packed = pack_parts(
+        listings,
+        output,
+        images_per_shard,
+        track,
+        order=order,
+        scaling=scaling,
+        workers=workers,
+    )
     for (name, images), (index, _) in zip(listings.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in images.images})
     _print_left_out([file for _, skipped in packed for file in skipped], left_out)
+
+
+def _scaling(side: int | None, quality: int | None) -> "Scaling | None":
+    """Return how to scale images by --side and --quality, which is for scaled images alone."""
+    from distap.data.shards.index import Scaling
+
+    if side is None and quality is not None:
+        raise DistapError(
+            "command.conflict",
+            f"--quality {quality}: it is for images that --side scales; without it, images are"
+            " packed byte for byte",
+        )
+    return None if side is None else Scaling(side, 90 if quality is None else quality)
 
 
 def _column(text: str) -> tuple[str, str]:
@@ -183,13 +228,15 @@ def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
     The exit status is 1 if anything is damaged. The data set is not changed. The check lists
     damaged or missing shards and continues.
     """
-    from distap.data.loading.reader import check
+    from distap.data.loading.checking import check
 
     index, damaged = check(source, workers, track)
     _print_left_out(index.left_out)
     for damage in damaged:
         print_result(f"{damage.name}: {damage.reason}")
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
+    if index.scaling:
+        seen = f"{seen}, {index.scaling}"
     if damaged:
         reasons = Counter(damage.reason.partition(":")[0] for damage in damaged).most_common()
         counts = ", ".join(f"{reason} {count}" for reason, count in reasons)
@@ -201,7 +248,8 @@ def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
 @data.command("stats")
 def stats_command(source: SHARDS, as_json: JSON = False) -> None:
     """Count the images, classes, images per class, bytes and left-out files of a data set."""
-    from distap.data.shards.index import load_index, statistics
+    from distap.data.shards.index import load_index
+    from distap.data.shards.statistics import statistics
 
     index = load_index(source)
     _print_left_out(index.left_out)
@@ -220,6 +268,8 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
     names = index.class_name.tolist()
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
     further = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    if index.scaling:
+        counts = f"{counts}, {index.scaling}"
     print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{further}")
     lost = sorted(set(expected) - set(names))
     if lost:

@@ -76,7 +76,10 @@ def extract_command(
                 return describing.describer, open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
-            describing = Describing(describer, world, recipe.data.workers, shown=True)
+            data = recipe.data
+            describing = Describing(
+                describer, world, data.workers, shown=True, requests=data.requests
+            )
             written = extract_to_folder(Extraction(describing, images), output)
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")

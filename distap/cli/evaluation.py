@@ -22,6 +22,9 @@ GALLERY_SET = "Shards to search in; the images of each data set are the queries.
 DISTRACTORS = (
     "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
 )
+MERGED_HELP = (
+    "Evaluate the data sets as one too, in which data set and class must agree, as UnED does."
+)
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
 DRAWS = (
     "Draw a gallery of one image per class this many times, query the others, and average the"
@@ -61,6 +64,7 @@ def eval_command(
         str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")
     ] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
+    merged: Annotated[bool, data_option("--merged", help=MERGED_HELP)] = False,
     truth: Annotated[
         Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")
     ] = None,
@@ -107,13 +111,19 @@ def eval_command(
             refinement = Refinement(database_augmentation, query_expansion, neighbours, rerank)
             names = figures.replace(",", " ").split()
             sets = _opened_sets(
-                recipe, data or [], distractors or [], gallery, gallery_draws, truth, names
+                recipe, data or [], distractors or [], gallery, gallery_draws, truth, names, merged
             )
             return sets, describing, refinement
 
         sets, describing, refinement = first_on_rank_0(world, opened)
         results = evaluate_sets(
-            sets, describing, refinement, output=output, printed=not as_json, network=checkpoint
+            sets,
+            describing,
+            refinement,
+            merged=merged,
+            output=output,
+            printed=not as_json,
+            network=checkpoint,
         )
         if as_json and world.rank == 0:
             print_json(results)
@@ -127,6 +137,7 @@ def _opened_sets(
     gallery_draws: int,
     truth: Path | None,
     figures: Sequence[str],
+    merged: bool,
 ) -> Any:
     """Open the data sets to evaluate on; without sources, the recipe's own with its settings."""
     from distap.evaluation.sets import open_named_sets
@@ -138,7 +149,10 @@ def _opened_sets(
                 "evaluation.no_data",
                 "the recipe has no data.validation: name a data set with --data",
             )
-        sources = [parse_source(data.validation)]
+        if isinstance(data.validation, dict):
+            sources = [f"{name}={source}" for name, source in data.validation_sets.items()]
+        else:
+            sources = [parse_source(data.validation)]
         figures = figures or recipe.evaluation.figures
         if gallery is None and not gallery_draws:
             gallery = data.gallery
@@ -150,4 +164,5 @@ def _opened_sets(
         truth=truth,
         gallery=gallery,
         gallery_draws=gallery_draws,
+        merged=merged,
     )

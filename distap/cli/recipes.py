@@ -18,12 +18,12 @@ INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")
 IMAGES_HELP = (
     "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of"
-    " these."
+    " these. Give several to train on all of them."
 )
 
 
 def init_command(
-    images: Annotated[str, typer.Argument(help=IMAGES_HELP, show_default=False)],
+    images: Annotated[list[str], typer.Argument(help=IMAGES_HELP, show_default=False)],
     output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path(
         "recipe.yaml"
     ),
@@ -37,25 +37,28 @@ def init_command(
 ) -> None:
     """Look at your images and write a first recipe, with the reason for each choice.
 
-    Train it with `distap train recipe.yaml`; change what you know better.
+    Train it with `distap train recipe.yaml`; change what you know better. The recipe for several
+    data sets trains on all of them, and evaluates each and all together.
     """
     if output.exists():
         raise DistapError(
             "storage.exists", f"{output}: there is such a file already; give another --output"
         )
-    from distap.apps.advice import look, recipe_for
+    from distap.apps.advice import recipe_for
+    from distap.apps.looking import look_at_each
     from distap.config.reading import load_recipe, parsed_yaml
     from distap.storage.atomic import write_whole
 
-    seen = look(images)
-    text = recipe_for(seen, str(Path("runs") / output.stem), backbone, weights, image_size)
+    looks = look_at_each(images)
+    text = recipe_for(looks, str(Path("runs") / output.stem), backbone, weights, image_size)
     # Other values are right, and checking them would load torch.
     if weights not in ("timm", "random") or ":" in (backbone or ""):
         load_recipe(parsed_yaml(text, f"--weights {weights}"), where=f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))
-    if seen.alone:
-        print_warning(f"{seen.alone:,} classes have one image, which is never learned from")
+    alone = sum(look.alone for look in looks.values())
+    if alone:
+        print_warning(f"{alone:,} classes have one image, which is never learned from")
     print_result(f"{output}: written. Next: distap train {output} --dry-run, and without --dry-run")
 
 

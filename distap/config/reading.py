@@ -5,12 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from distap.config.recipe import DescribingSection, ImagesSection, NetworkRecipe, Recipe
+from distap.config.evaluation_sections import DescribingSection
+from distap.config.recipe import ImagesSection, NetworkRecipe, Recipe
+from distap.config.sections import sections_in
 from distap.errors import DistapError, holds_secret, problems_of, suggestion, without_secrets
 from distap.registry import (
     REGISTRY,
@@ -35,6 +37,7 @@ PLACES = {
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
 
+OF_SETS = ("train", "validation")  # whose mappings of names an override replaces as a whole
 LENGTHS = ("steps", "epochs")  # of which an override of one replaces the other
 R = TypeVar("R", bound=NetworkRecipe)
 Overrides = Sequence[str | Mapping[str, Any]]
@@ -163,8 +166,11 @@ def recorded_recipe(
     images = recorded["data"]
     if folder is not None and folder != str(Path.cwd()) and Path(folder).is_dir():
         for key in ("validation", "gallery"):
-            if images.get(key):
-                images[key] = from_folder(images[key], folder)
+            place = images.get(key)
+            if isinstance(place, Mapping):
+                images[key] = {name: from_folder(path, folder) for name, path in place.items()}
+            elif place:
+                images[key] = from_folder(place, folder)
     settings_of_network = _overridden(recorded, overrides)
     recipe = _checked(NetworkRecipe, settings_of_network, source, builds=builds_recorded(trusted))
     architecture = recipe.model.architecture
@@ -203,8 +209,7 @@ def _checked(
     A DistapError names `source`, with the lines of wrong keys but for those `changed` by overrides.
     """
     try:
-        # First without the classes of parts, which take seconds to import, so that a typo is found
-        # at once.
+        # First without the classes of parts, whose import takes seconds: a typo is found at once.
         kind.model_validate(settings, context=_builds_none)
         return kind.model_validate(settings, context=builds)
     except ValidationError as error:
@@ -259,7 +264,7 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
             last == "loss" and isinstance(value, Mapping) and value.keys() & REGISTRY["loss"].keys()
         )
         is_section = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-        if is_section and "name" not in value and not is_sum:
+        if is_section and "name" not in value and not is_sum and last not in OF_SETS:
             _merge(_section(section, [last], key), value)
         else:
             section[last] = _copied(value) if isinstance(value, Mapping) else value
@@ -267,11 +272,12 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def _section(settings: dict[str, Any], parents: Sequence[str], override: str) -> dict[str, Any]:
     """Return the section at the end of `parents`; create missing ones."""
-    for parent in parents:
+    for above, parent in zip(["", *parents], parents, strict=False):
         if settings.get(parent) is None:
             settings[parent] = {}
-        elif isinstance(settings[parent], str):  # a name alone, such as `loss: ap_q`
-            settings[parent] = {"name": settings[parent]}
+        elif isinstance(settings[parent], str) and parent not in OF_SETS:
+            # as of `loss: ap_q`, or of a data set
+            settings[parent] = {"data" if above in OF_SETS else "name": settings[parent]}
         settings = settings[parent]
         if not isinstance(settings, dict):
             raise DistapError(
@@ -326,10 +332,9 @@ def _sibling_keys(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
     section: Any = kind
     for key in keys[:-1]:
         field = getattr(section, "model_fields", {}).get(key)
-        types = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        section = next(
-            (member for member in types if isinstance(member, type) and fields_of(member)), None
-        )
+        # A key that is no field is a name in a mapping of names to sections.
+        if field is not None:
+            section = next(sections_in(field.annotation), None)
     return fields_of(section) if section else []
 
 

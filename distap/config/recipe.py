@@ -1,33 +1,53 @@
 """The recipe of a training: the sections about images, and all sections together."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
     model_validator,
 )
 
 from distap.config import sections
-from distap.config.sections import Section, Shards, SizingText, Unit
+from distap.config.evaluation_sections import (
+    MEAN,
+    MERGED,
+    BestSection,
+    DescribingSection,
+    EvaluationSection,
+)
+from distap.config.sections import PrecisionName, Section, Shards
+from distap.config.training_sets import SetName, TrainingSet, TrainingSets, kind_of_sets
 from distap.data.sizing import PixelSettings
+from distap.errors import DistapError
 from distap.registry import Chosen, Part, name_of, sum_in_full
-from distap.storage.locations import Source, parse_source
+from distap.storage.cache import CacheSettings
+from distap.storage.locations import Source, parse_source, sets_in_words
+from distap.storage.remotes import CONNECTIONS
 
-PrecisionName = Literal["float32", "bf16"]
 DeviceName = Literal["auto", "cuda", "cpu"]
-Scales = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
 
 class ImagesSection(Section):
     """Images to evaluate on: the part of the data section that a trained network needs."""
 
-    validation: Shards | None = None
-    """Shards to evaluate on; null evaluates nothing."""
+    validation: (
+        Annotated[
+            Annotated[Shards, Tag("[set]")]
+            | Annotated[dict[SetName, Shards], Field(min_length=1), Tag("[sets]")],
+            Discriminator(kind_of_sets),
+        ]
+        | None
+    ) = None
+    """Shards to evaluate on, or several by name, such as {cars: A, birds: B}; null evaluates
+    nothing."""
     gallery: Shards | None = None
     """Shards to search in for the images of data.validation; null lets these images retrieve each
     other."""
@@ -38,14 +58,31 @@ class ImagesSection(Section):
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2
     """Number of reader processes of each rank; 0 reads in the rank itself."""
+    requests: PositiveInt = CONNECTIONS
+    """Number of requests that each worker has under way to a store. Lower it if a web server
+    refuses so many."""
+
+    @property
+    def validation_sets(self) -> dict[str, str | Source]:
+        """Sets of `validation` by name, sorted; one without a name has that of its place."""
+        if self.validation is None:
+            return {}
+        if isinstance(self.validation, dict):
+            return dict(sorted(self.validation.items()))
+        return {str(self.validation): self.validation}
 
 
 class DataSection(ImagesSection):
     """Training images: where they are, and how to read them."""
 
-    train: Shards
+    train: Annotated[
+        Annotated[Shards, Tag("[set]")] | Annotated[TrainingSets, Tag("[sets]")],
+        Discriminator(kind_of_sets),
+    ]
     """Shards to train on: a folder, a pattern or a URL. To train model.projection alone on stored
-    descriptors, give described:FOLDER, where FOLDER was written by `distap extract`."""
+    descriptors, give described:FOLDER, where FOLDER was written by `distap extract`. Several data
+    sets are a mapping of names to sets: {cars: shards/cars, birds: {data: shards/birds, weight:
+    2}}."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read single images by the index of the shards (`indexed`), or whole shards one after another
     (`streamed`), which needs no index, but gives the same batches again only for the same numbers
@@ -62,6 +99,9 @@ class DataSection(ImagesSection):
     """Augmentation: crop and vary training images at random."""
     prefetch: PositiveInt = 4
     """Number of micro-batches that each worker reads ahead."""
+    cache: CacheSettings | None = None
+    """Folder on each host's own disk for whole shards, fetched ahead in the order of the batches.
+    Use it with sampling.window, or if the data set fits; null reads each image from its store."""
     pixels: PixelSettings = PixelSettings()
     """Place where a rank keeps pixels between describe and replay."""
     max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -73,6 +113,11 @@ class DataSection(ImagesSection):
             raise ValueError(
                 "gallery and gallery_draws are for the images of validation, which names none"
             )
+        if (self.gallery or self.gallery_draws) and isinstance(self.validation, dict):
+            raise ValueError(
+                "gallery and gallery_draws are for one validation set, but validation names"
+                f" {', '.join(self.validation)}: name a set with a gallery in evaluation.also"
+            )
         sizes = [size for _, size in self.sizes]
         if sizes != sorted(sizes) or sizes[-1] != self.image_size:
             raise ValueError(
@@ -81,9 +126,50 @@ class DataSection(ImagesSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sets_fit(self) -> "DataSection":
+        if isinstance(self.train, Mapping):
+            weights = [settings.weight for settings in self.train.values()]
+            words = {weight for weight in weights if isinstance(weight, str)}
+            if len(words) > 1 or (words and words != {*weights}):
+                raise ValueError(
+                    "train: weights are numbers, or `size` in all sets, or `sqrt` in all sets"
+                )
+            kinds = {source.kind == "described" for source in self.train_sources.values()}
+            if len(kinds) > 1:
+                raise ValueError("train: descriptors (described:) and images do not mix")
+        return self
+
+    @property
+    def train_sets(self) -> dict[str, TrainingSet]:
+        """The sets to train on, sorted by name; the name of a single one is empty."""
+        if isinstance(self.train, Mapping):
+            return dict(sorted(self.train.items()))
+        return {"": TrainingSet(data=self.train)}
+
+    @property
+    def train_sources(self) -> dict[str, Source]:
+        """Return where the sets to train on are, by name."""
+        return {name: parse_source(settings.data) for name, settings in self.train_sets.items()}
+
     @property
     def train_source(self) -> Source:
+        """Return where the only set to train on is; raise a DistapError if there are several."""
+        if isinstance(self.train, Mapping):
+            raise DistapError(
+                "recipe.several_sets",
+                f"data.train names {len(self.train)} data sets, but this takes a recipe of one:"
+                " give one of them, such as data.train="
+                + str(next(iter(self.train_sets.values())).data),
+            )
         return parse_source(self.train)
+
+    @property
+    def train_name(self) -> str:
+        """Return what is trained on, in words."""
+        if isinstance(self.train, Mapping):
+            return sets_in_words({name: vars(settings) for name, settings in self.train.items()})
+        return str(self.train)
 
     @property
     def sizes(self) -> list[tuple[float, int]]:
@@ -93,66 +179,7 @@ class DataSection(ImagesSection):
     @property
     def is_described(self) -> bool:
         """Return whether descriptors stand for the training images."""
-        return self.train_source.kind == "described"
-
-
-class DescribingSection(Section):
-    """Keys of the evaluation section for describing images."""
-
-    sizing: SizingText | None = None
-    """Scale whole images (`side N`: the longer side to N pixels at most; `original`), or crop the
-    largest square (`crop N`) or the centre of a scaled image (`resize M crop N`, `resize HxW crop
-    N`); null is `crop` of data.image_size."""
-    scales: Scales = (1.0,)
-    """Describe each image at these scales."""
-    antialias: bool = True
-    """Smooth images before shrinking them to a scale below 1."""
-    dimensions: PositiveInt | None = None
-    """Keep this many first dimensions of a descriptor, scaled to length 1 again, for networks that
-    the loss `matryoshka` trained; null keeps all."""
-    figures: tuple[str, ...] = ()
-    """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R,
-    and R@k and mP@k for k of 1, 5 and 10."""
-    batch_size: PositiveInt = 64
-    """Number of images that the network describes at once in evaluation. On a CPU at most 8 images
-    of 224 px are described at once, whatever the number. Lower it if memory runs out."""
-    precision: PrecisionName = "float32"
-    """Precision of the network's computations for evaluations and `distap extract`."""
-
-
-class EvaluatedSet(Section):
-    """A data set to evaluate on next to data.validation, scaled alike unless a key differs."""
-
-    data: str
-    """Shards, or a folder with a ground truth that `distap data convert` wrote."""
-    gallery: str | None = None
-    """Shards to search in for the images of `data`; null lets these images retrieve each other."""
-    gallery_draws: NonNegativeInt = 0
-    """Draw a gallery of one image per class this many times, query the others, and average the
-    figures."""
-    truth: Path | None = None
-    """File that says for each image of `data` which ones are right, as `distap eval --truth` reads
-    it."""
-    figures: tuple[str, ...] = ()
-    """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's
-    protocol."""
-    sizing: SizingText | None = None
-    """Scale images in this way; null takes evaluation.sizing."""
-    scales: Scales | None = None
-    """Describe each image at these scales; null takes evaluation.scales."""
-
-
-class EvaluationSection(DescribingSection):
-    """Evaluation during training, on data.validation and on other sets."""
-
-    every: NonNegativeInt | None = None
-    """Interval between evaluations; null evaluates first and last, 0 never."""
-    unit: Unit = "steps"
-    """Unit of evaluation.every: steps or epochs."""
-    at_start: bool = True
-    """Evaluate before the first step too, to show what training gains."""
-    also: dict[str, EvaluatedSet] = Field({})
-    """Other data sets to evaluate on, by the name under which their figures appear."""
+        return all(source.kind == "described" for source in self.train_sources.values())
 
 
 class NetworkRecipe(Section):
@@ -224,6 +251,30 @@ class Recipe(NetworkRecipe):
         """Name of the run in log lines and loggers."""
         return self.run.resolve().name
 
+    @property
+    def headline(self) -> str:
+        """Name of the figures that stand for data.validation: `mean`, if it names several sets."""
+        if not isinstance(self.data.validation, dict):
+            return str(self.data.validation)
+        return MEAN if len(self.data.validation) > 1 else next(iter(self.data.validation))
+
+    @property
+    def best(self) -> BestSection:
+        """Figure that chooses the best checkpoint, with the name of its set."""
+        best = self.evaluation.best or BestSection()
+        return best if best.set else best.model_copy(update={"set": self.headline})
+
+    @property
+    def scored_by(self) -> str:
+        """Name of that figure, such as `mean mAP of cars, birds`: equal scores mean the same."""
+        best = self.best
+        text = {str(self.data.validation): "validation"}
+        sets = [text.get(name, name) for name in self.data.validation_sets]
+        of_sets = ""
+        if best.set in (MEAN, MERGED):
+            of_sets = " of " + ", ".join([*sets, *self.evaluation.also])
+        return f"{text.get(str(best.set), best.set)} {best.figure}{of_sets}"
+
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
         """Refuse combinations of recipe keys that cannot work together.
@@ -235,6 +286,8 @@ class Recipe(NetworkRecipe):
         if len(names) > len(set(names)):
             raise ValueError(f"loggers: one of {', '.join(names)} is there twice")
         self._refuse_reading()
+        self._refuse_mixing()
+        self._refuse_for_towers()
         engine = name_of("engine", self.engine)
         if engine == "deepspeed":
             self._refuse_for_deepspeed()
@@ -249,7 +302,8 @@ class Recipe(NetworkRecipe):
                 "optimizer.layer_decay is set, but adapters stand in no layer that timm knows:"
                 " leave it out, or model.adapter"
             )
-        for key in ("every", "also"):
+        self._refuse_names()
+        for key in ("every", "also", "merged", "best"):
             if getattr(self.evaluation, key) and self.data.validation is None:
                 raise ValueError(f"evaluation.{key} is set, but data.validation names no data set")
         return self
@@ -262,14 +316,30 @@ class Recipe(NetworkRecipe):
                 f"set either steps or epochs; steps is {self.steps} and epochs {self.epochs:g}"
             )
 
+    def _refuse_names(self) -> None:
+        """Raise a ValueError if figures of two evaluation sets would have one name."""
+        names = [*self.data.validation_sets, *self.evaluation.also]
+        for name in names:
+            if names.count(name) > 1 or name in (MEAN, MERGED, "validation"):
+                raise ValueError(
+                    f"data.validation and evaluation.also: figures of {name} are there already:"
+                    " give the set another name"
+                )
+
     def _refuse_reading(self) -> None:
         """Raise a ValueError if the way of reading does not fit the images or the sampling."""
         sampling = name_of("sampling", self.sampling)
         is_streamed = name_of("source", self.data.reading) == "streamed"
-        if is_streamed and self.data.train_source.is_part:
+        data = self.data
+        if is_streamed and any(source.is_part for source in data.train_sources.values()):
             raise ValueError(
-                f"data.reading is streamed, which gives all classes of {self.data.train}, not a"
+                f"data.reading is streamed, which gives all classes of {data.train_name}, not a"
                 " part"
+            )
+        if is_streamed and isinstance(data.train, Mapping):
+            raise ValueError(
+                "data.reading is streamed, which knows no classes to share out among the sets of"
+                " data.train: index their shards, and set it to indexed"
             )
         if is_streamed and sampling != "random":
             raise ValueError(
@@ -282,11 +352,38 @@ class Recipe(NetworkRecipe):
                 " descriptors"
             )
 
+    def _refuse_mixing(self) -> None:
+        """Raise a ValueError for keys of sampling that do not fit the sets of data.train."""
+        is_named = isinstance(self.data.train, Mapping)
+        fits = {"mix": is_named, "follow_loss": is_named and len(self.data.train_sets) > 1}
+        for key, is_right in fits.items():
+            if _value(self.sampling, key) is not None and not is_right:
+                raise ValueError(
+                    f"sampling.{key} is for several data sets, but data.train is one: leave it out,"
+                    " or name the sets, as in data.train: {cars: shards/cars, birds: shards/birds}"
+                )
+        once = [name for name, settings in self.data.train_sets.items() if not settings.repeat]
+        if _value(self.sampling, "follow_loss") is not None and once:
+            raise ValueError(
+                f"data.train.{once[0]}.repeat is false, but with sampling.follow_loss nobody knows"
+                " how often its images will come: leave one of them out"
+            )
+
+    def _refuse_for_towers(self) -> None:
+        """Raise a ValueError for bfloat16 parameters without autocast, or kept graphs of passes."""
+        for key, value in (
+            ("engine.gather", _value(self.engine, "gather")),
+            ("model.adapter.base", _value(self.model.adapter, "base")),
+        ):
+            if value == "bf16" and {self.precision, self.evaluation.precision} != {"bf16"}:
+                raise ValueError(f"{key} is bf16: set precision and evaluation.precision to bf16")
+        if _value(self.engine, "reshard") == "pass" and self.keep not in ("auto", 0):
+            raise ValueError(f"replay.keep is {self.keep}: set it to 0 for engine.reshard: pass")
+
     def _refuse_for_deepspeed(self) -> None:
         """Raise a ValueError for settings that DeepSpeed cannot do."""
-        keys = self.engine.keys if isinstance(self.engine, Part) else vars(self.engine)
         for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
-            if value and keys.get("stage") == 3:
+            if value and _value(self.engine, "stage") == 3:
                 raise ValueError(
                     f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares"
                     f" them out; leave {key} out, or set engine.stage to 2 or engine to fsdp"
@@ -296,3 +393,8 @@ class Recipe(NetworkRecipe):
                 "optimizer.head_only is set, but deepspeed moves all parameters in each step; set"
                 " it to 0, or engine to ddp or fsdp"
             )
+
+
+def _value(part: Any, key: str) -> Any:
+    """Return the value of a key of a part that a recipe chooses by name, built or not."""
+    return part.keys.get(key) if isinstance(part, Part) else getattr(part, key, None)

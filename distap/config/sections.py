@@ -1,7 +1,7 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +28,7 @@ from distap.errors import DistapError
 from distap.registry import REGISTRY, SOURCES, Chosen, name_of
 from distap.storage.locations import Source, parse_source, parse_store
 
+PrecisionName = Literal["float32", "bf16"]
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 
@@ -37,6 +38,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def sections_in(annotation: Any) -> Iterator[type]:
+    """Yield the sections that a type is made of, such as those in a union or a mapping."""
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_in(part)
 
 
 def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
@@ -76,6 +85,10 @@ class RankSection(Section):
     mode: Literal["sharded", "central"] = "sharded"
     """Compute the ranking on all ranks, each for its own queries (sharded), or on rank 0
     (central)."""
+    shard_classes: Literal["auto"] | bool = "auto"
+    """Let each rank hold the proxies of its part of the classes alone, with their gradient and
+    moments (true), or all of them (false); auto shards a loss of more than 30,000 classes, if mode
+    is sharded and the optimiser is one of timm."""
 
 
 class ReplaySection(Section):
@@ -167,7 +180,7 @@ class CheckpointSection(Section):
     unit: Unit = "steps"
     """Unit of checkpoint.every: steps or epochs."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep, next to the best by validation mAP."""
+    """Number of newest checkpoints to keep, next to the best by evaluation.best."""
     store: StoreURL | None = None
     """Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."""
 

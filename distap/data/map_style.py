@@ -66,6 +66,12 @@ class DatasetRows:
         self.meter["read_bytes"] += len(data)
         return data
 
+    def drained(self) -> Counter[str]:
+        """Return what the meter has counted since the last call."""
+        counts = self.meter.copy()
+        self.meter.clear()
+        return counts
+
     def digests(self) -> list[str]:
         """Return (N,) SHA-256 of a few images, "" for the others.
 

@@ -5,33 +5,68 @@ nearest classes. It knows no rank, worker or history. So a training is the same 
 ranks, and resumes at any step without losing or repeating an image.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.randomness import permutation, shuffled
+from distap.randomness import Numbers, permutation
 
-PLAN_VERSION = 2  # of the plan; a run goes on with the version that it began with only
-# of batches that classes with fewer images than wanted fill up; 3 is streamed reading
-FILLED_VERSION = 4
+# Of the plan, and of what a step makes of it; a run goes on with the version that it began with
+# only. Streamed reading has another.
+PLAN_VERSION = 5
 STAND_IN = 13  # first word of random keys; no two uses share one
+ORDERS_KEPT = 64  # steps that may lie between the first read ahead and the one that is trained
 
-Numbers = NDArray[np.int64]
 Samples = Numbers
 
 
-class Classes:
+class LabelledSamples(ABC):
+    """N samples with their classes and shards: what a plan knows of one data set, or of several."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def numbers(self) -> Numbers:
+        """Return (K,) class numbers; with coarser levels (K, L), the number on each level."""
+
+    @property
+    @abstractmethod
+    def spread(self) -> NDArray[np.float64]:
+        """Return (S,) where in the data set the middle of each shard lies, from 0 to 1."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> list[tuple[int, "Classes"]]:
+        """Return the classes of each set, with the number of its first shard."""
+
+    @abstractmethod
+    def labels_of(self, samples: Samples) -> Numbers:
+        """Return the classes of some samples."""
+
+    @abstractmethod
+    def shards_of(self, samples: Samples) -> Numbers:
+        """Return the shards that some samples lie in: 0 for all, if there are no shards."""
+
+    @abstractmethod
+    def samples(self, label: int) -> Samples:
+        """Return the numbers of a class's samples, ascending."""
+
+
+class Classes(LabelledSamples):
     """Samples by class, and classes by coarser classes.
 
     `labels` is the (N,) class of each sample, 0 .. K-1, and `levels` the (K, L - 1) names of the
     coarser classes that hold each class, finer first; "" for none. Classes `with_pairs` can hold a
     query. `nearest` is None, or (K, m) the m classes nearest to each by descriptors of an earlier
-    step, itself first.
+    step, itself first. `shards` are None, or the (N,) shard of each sample.
     """
 
     def __init__(
@@ -39,9 +74,11 @@ class Classes:
         labels: Numbers,
         levels: NDArray[np.str_] | None = None,
         nearest: Numbers | None = None,
+        shards: NDArray[np.int32] | None = None,
     ) -> None:
         self.labels = labels
         self.nearest = nearest
+        self.shards = shards
         self.sizes = np.bincount(labels)  # (K,) number of samples of each class
         self.count = len(self.sizes)
         self.levels = np.full((self.count, 0), "") if levels is None else levels
@@ -54,8 +91,19 @@ class Classes:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def parts(self) -> list[tuple[int, "Classes"]]:
+        return [(0, self)]
+
+    def labels_of(self, samples: Samples) -> Numbers:
+        return self.labels[samples]
+
+    def shards_of(self, samples: Samples) -> Numbers:
+        if self.shards is None:
+            return np.zeros_like(samples)
+        return self.shards[samples].astype(np.int64)
+
     def samples(self, label: int) -> Samples:
-        """Return the numbers of a class's samples, ascending."""
         return self._order[self._ends[label] : self._ends[label + 1]]
 
     def nth(self, labels: Numbers, places: Numbers) -> Samples:
@@ -79,6 +127,25 @@ class Classes:
         return total % 2 == 1 and int(self.sizes.max()) < 3
 
     @cached_property
+    def spread(self) -> NDArray[np.float64]:
+        if self.shards is None:
+            return np.zeros(1)
+        counts = np.bincount(self.shards)
+        return (np.cumsum(counts) - counts / 2) / len(self)
+
+    @cached_property
+    def scattered(self) -> float:
+        """Return the share of samples that lie in other shards than the first of their class."""
+        if self.shards is None:
+            return 0.0
+        return float(np.mean(self.home_shards(self.labels) != self.shards))
+
+    def home_shards(self, labels: Numbers) -> Numbers:
+        """Return the shard in which the first sample of each class lies."""
+        assert self.shards is not None
+        return self.shards[self.nth(labels, np.zeros_like(labels))].astype(np.int64)
+
+    @cached_property
     def by_group(self) -> dict[str, Numbers]:
         """Return the classes with two or more samples by the name of their class of level 1.
 
@@ -92,7 +159,6 @@ class Classes:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Return (K,) class numbers; with coarser levels (K, L), the number on each level."""
         numbers = [np.arange(self.count)]
         for names in self.levels.T:
             # A class without a name on this level is one alone, as it is on the level below.
@@ -102,34 +168,101 @@ class Classes:
         return np.stack(numbers, axis=1) if len(numbers) > 1 else numbers[0]
 
 
+class MixedClasses(LabelledSamples):
+    """The samples, classes and shards of several sets, numbered on from set to set.
+
+    If there are two sets or more, the set is the coarsest level, above the levels that the sets
+    have themselves. The tables of the sets are not copied.
+    """
+
+    def __init__(self, sets: Sequence[Classes]) -> None:
+        self.sets = tuple(sets)
+        # Where the samples, classes and shards of each set begin, and where the last one's end.
+        self.first = _starts([len(classes) for classes in sets])
+        self.first_class = _starts([classes.count for classes in sets])
+        self.first_shard = _starts([len(classes.spread) for classes in sets])
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def sets_of(self, samples: Samples) -> Numbers:
+        """Return the number of the set that each of some samples is in."""
+        return np.searchsorted(self.first, samples, side="right") - 1
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        tables = [classes.numbers.reshape(classes.count, -1) for classes in self.sets]
+        depth = max(table.shape[1] for table in tables)
+        # Where a set has fewer levels, each class is one alone on the further ones.
+        tables = [np.pad(table, ((0, 0), (0, depth - table.shape[1])), "edge") for table in tables]
+        below = np.zeros(depth, dtype=np.int64)  # numbers of the sets before, by level
+        joined = list[Numbers]()
+        for number, table in enumerate(tables):
+            of_set = np.full((len(table), int(len(tables) > 1)), number)
+            joined.append(np.concatenate([table + below, of_set], axis=1))
+            below = below + table.max(axis=0) + 1
+        numbers = np.concatenate(joined)
+        return numbers if numbers.shape[1] > 1 else numbers[:, 0]
+
+    @cached_property
+    def spread(self) -> NDArray[np.float64]:
+        return np.concatenate([classes.spread for classes in self.sets])
+
+    @property
+    def parts(self) -> list[tuple[int, Classes]]:
+        return list(zip(self.first_shard.tolist(), self.sets, strict=False))
+
+    def labels_of(self, samples: Samples) -> Numbers:
+        return self._looked_up(samples, self.first_class, Classes.labels_of)
+
+    def shards_of(self, samples: Samples) -> Numbers:
+        return self._looked_up(samples, self.first_shard, Classes.shards_of)
+
+    def samples(self, label: int) -> Samples:
+        number = int(np.searchsorted(self.first_class, label, side="right")) - 1
+        of_set = self.sets[number].samples(label - int(self.first_class[number]))
+        return of_set + self.first[number]
+
+    def _looked_up(
+        self, samples: Samples, first: Numbers, look_up: Callable[[Classes, Samples], Numbers]
+    ) -> Numbers:
+        """Look samples up in their sets; return what was found, numbered on from set to set."""
+        of_sets = self.sets_of(samples)
+        numbers_on = np.empty_like(samples)
+        for number in np.unique(of_sets).tolist():
+            is_in_set = of_sets == number
+            local = samples[is_in_set] - self.first[number]
+            numbers_on[is_in_set] = look_up(self.sets[number], local) + first[number]
+        return numbers_on
+
+
+def _starts(counts: Sequence[int]) -> Numbers:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
 class Sampling(Protocol):
     """A way to choose batches: a frozen dataclass whose fields are its settings."""
 
     @property
     def size(self) -> int: ...  # B, images of a global batch
 
-    def check(self, data: Classes) -> None:
-        """Raise a DistapError if the data set cannot provide such batches."""
+    def check(self, data: Any) -> None:
+        """Raise a DistapError if the data set, its `Classes`, cannot provide such batches."""
 
-    def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) different sample numbers for a step."""
+    def batch(self, data: Any, seed: int, step: int) -> Samples:
+        """Return (B,) different sample numbers for a step, given the `Classes` of the data set."""
 
 
 @dataclass(frozen=True, eq=False)  # cached by itself, since the fields of a sampling may be lists
 class Plan:
     """The batches of a training: the sample in each slot of each step."""
 
-    classes: Classes
+    classes: LabelledSamples
     sampling: Sampling
     seed: int
 
     def __post_init__(self) -> None:
         self.sampling.check(self.classes)
-
-    @property
-    def version(self) -> int:
-        version = getattr(self.sampling, "version", None)
-        return version(self.classes) if callable(version) else PLAN_VERSION
 
     def batch(self, step: int) -> Samples:
         """Return (B,) the sample in each slot of a step's global batch.
@@ -138,6 +271,24 @@ class Plan:
         """
         return _batch(self, step)
 
+    def spread(self, step: int) -> NDArray[np.float64]:
+        """Return (S,) where each shard lies, from 0 to 1, among those that a step draws from.
+
+        The ranks take the images of a step in this order, so 0.25 to 0.5 is the second rank of
+        four. With windows, all shards of a window are spread from 0 to 1.
+        """
+        spread = getattr(self.sampling, "spread", None)
+        return self.classes.spread if spread is None else spread(self.classes, self.seed, step)
+
+    def order(self, step: int, ranks: int) -> Numbers | None:
+        """Return (B,) the slot at each place r + W i, the slots of rank r ascending; None for one.
+
+        Each rank takes a run of the images in order of their place in the shards, so that a host
+        reads few shards and neighbours are one request. The batch, and what is drawn for each of
+        its slots, do not change.
+        """
+        return None if ranks == 1 else _order(self, step, ranks)
+
     def stand_ins(self, step: int, slot: int) -> Samples:
         """Return samples of the same class, outside the batch, to try if that in `slot` is damaged.
 
@@ -145,8 +296,9 @@ class Plan:
         images of one class in the same step never choose the same one.
         """
         batch = self.batch(step)
-        label = int(self.classes.labels[batch[slot]])
-        slots_of_class = np.flatnonzero(self.classes.labels[batch] == label)
+        labels = self.classes.labels_of(batch)
+        label = int(labels[slot])
+        slots_of_class = np.flatnonzero(labels == label)
         remaining = np.setdiff1d(self.classes.samples(label), batch)
         # The i-th of the n slots of this class takes the elements i, i + n, i + 2 n and so on.
         mixed = remaining[permutation(len(remaining), STAND_IN, self.seed, step, label)]
@@ -161,122 +313,12 @@ def _batch(plan: Plan, step: int) -> Samples:
     return plan.sampling.batch(plan.classes, plan.seed, step)
 
 
-def in_turn(
-    counts: Numbers,
-    starts: Numbers,
-    takes: Numbers,
-    longest: int,
-    key: tuple[int, ...],
-    numbers: Numbers,
-) -> Numbers:
-    """Return the next `takes` elements of m sets, whose elements take turns in random orders.
-
-    Each set goes through its elements 0 .. count - 1 in one random order after the other. Any
-    `longest` in a row are different, also across the seam of two rounds: of those that begin a
-    round, the ones that ended the round before come last, in the order in which they ended it. The
-    cost is that of the elements taken, whatever came before.
-
-    Args:
-        counts: (m,) sizes of the sets. One with fewer than two times `longest` has the same order
-            in every round.
-        starts: (m,) elements of each set that had their turn before, over all rounds.
-        takes: (m,) elements that have it now, at most `longest` and at most the count.
-        key: words that the orders are a function of, with the number of each set.
-        numbers: (m,) of the sets.
-    Returns:
-        (sum of takes,) elements, set after set.
-    """
-    # A place counts the elements that a set has given since its first, so a round and a place
-    # within it follow from the step alone: nothing is remembered between steps, and any step can be
-    # drawn first.
-    counts = np.maximum(counts, 1)  # an empty set takes none
-    rounds, first = np.divmod(starts, counts)
-    columns = np.arange(int(takes.max()))
-    is_later, places = np.divmod(first[:, None] + columns, counts[:, None])
-    sets = _Sets(counts, numbers, longest, key)
-    elements = sets.elements(rounds, places)
-
-    # As takes <= longest <= counts, the elements taken lie in at most two rounds. Most sets stay in
-    # one, so the second is drawn for those alone that cross.
-    crossing = is_later.any(axis=1)
-    if crossing.any():
-        later = sets.only(crossing).elements(rounds[crossing] + 1, places[crossing])
-        elements[crossing] = np.where(is_later[crossing], later, elements[crossing])
-    return elements[columns < takes[:, None]]
-
-
-@dataclass(frozen=True)
-class _Sets:
-    """m sets whose elements take turns, with one random order a round; see `in_turn`."""
-
-    counts: Numbers
-    numbers: Numbers
-    longest: int
-    key: tuple[int, ...]
-
-    def only(self, rows: Any) -> "_Sets":
-        """Return the sets in these rows, (m,) bool."""
-        return replace(self, counts=self.counts[rows], numbers=self.numbers[rows])
-
-    def elements(self, rounds: Numbers, places: Numbers) -> Numbers:
-        """Return (m, k) the elements at k places of one round of each set."""
-        # In a set this small, the elements that end a round and those that begin the next overlap
-        # in any order. The same order in all rounds keeps `longest` in a row different.
-        rounds = np.where(self.counts < 2 * self.longest, 0, rounds)
-        elements = self._shuffled(rounds, places)
-        # The seam: only the first `longest` places of a round depend on the one before, and only on
-        # its order, not on its own seam, since with two times `longest` or more its last places are
-        # none of its first. So no recursion.
-        begun = (rounds > 0) & (places < self.longest).any(axis=1)
-        if begun.any():
-            begins = self.only(begun)._after_seam(rounds[begun])
-            places = places[begun]
-            arranged = np.take_along_axis(begins, np.minimum(places, self.longest - 1), axis=1)
-            elements[begun] = np.where(places < self.longest, arranged, elements[begun])
-        return elements
-
-    def _shuffled(self, rounds: Numbers, places: Numbers) -> Numbers:
-        return shuffled(self.counts, places, *self.key, of=(self.numbers, rounds))
-
-    def _after_seam(self, rounds: Numbers) -> Numbers:
-        """Return (m, longest) the first elements of a round, reordered.
-
-        Elements that ended the round before must not come again within `longest` places, so they
-        come last here, in the order in which they ended it. With `longest` 4, and of 9 elements:
-
-            end of a round     5 2 7 1 |
-            begins, shuffled           | 7 3 1 8
-            begins, reordered          | 3 8 7 1    7 and 1 are four places from themselves
-        """
-        first = np.tile(np.arange(self.longest), (len(rounds), 1))
-        begins = self._shuffled(rounds, first)
-        ended = self._shuffled(rounds - 1, first + self.counts[:, None] - self.longest)
-        # so that elements of two rows are never the same
-        offsets = np.arange(len(rounds))[:, None] * int(self.counts.max())
-        again = np.isin(begins + offsets, ended + offsets)
-        arranged = np.empty_like(begins)
-        is_new = np.arange(self.longest) < (~again).sum(axis=1)[:, None]
-        arranged[is_new] = begins[~again]
-        arranged[~is_new] = ended[np.isin(ended + offsets, begins + offsets)]
-        return arranged
-
-
-def turns(count: int, size: int, turn: int, *key: int) -> Iterator[Numbers]:
-    """Yield (size,) different elements of range(count) for batch `turn` and each batch after it.
-
-    The elements take turns as in `in_turn`. If they make less than two turns, each batch draws
-    them anew.
-    """
-    if count < 2 * size:
-        key = (*key, turn)
-        turn = 0
-    while True:
-        yield in_turn(
-            counts=np.array([count]),
-            starts=np.array([turn * size]),
-            takes=np.array([size]),
-            longest=size,
-            key=key,
-            numbers=np.zeros(1, dtype=np.int64),
-        )
-        turn += 1
+@lru_cache(maxsize=ORDERS_KEPT)
+def _order(plan: Plan, step: int, ranks: int) -> Numbers:
+    batch = plan.batch(step)
+    by_place = np.lexsort((batch, plan.spread(step)[plan.classes.shards_of(batch)]))
+    sizes = [len(range(rank, len(batch), ranks)) for rank in range(ranks)]
+    order = np.empty_like(by_place)
+    for rank, slots in enumerate(np.split(by_place, np.cumsum(sizes)[:-1])):
+        order[rank::ranks] = np.sort(slots)
+    return order

@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.reader import ImageSet
-from distap.data.loading.share import Chunk, LoadingJob, TrainingImages
-from distap.data.plan import Plan
+from distap.data.loading.share import Chunk, LoadingJob
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.index import Index, index_of_files
+from distap.data.shards.index import index_of_files
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.row_blocks import row_blocks
+from distap.retrieval.row_blocks import DescriptorParts, row_blocks
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
 from distap.world import World
@@ -97,25 +97,40 @@ class DescribedImages(ImageSet):
         return np.concatenate(blocks)
 
 
-class DescribedTraining(TrainingImages):
+class DescribedTraining(IndexedImages):
     """Descriptors in place of training images, drawn by the plan of batches and never augmented."""
 
+    keeps_shards = False
+
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        self.described = DescribedImages(job.source)
-        super().__init__(
-            replace(job, dimensions=self.described.stored.descriptors.shape[1]), world, stopwatch
-        )
-        self.index: Index | None = self.described.index
-        self.fingerprint = self.index.fingerprint
-        self.plan = Plan(self.index.classes, job.sampling, job.seed)
-        self.order = self.plan.version
+        # of each data set
+        self.described = list[DescribedImages]()
+        super().__init__(job, world, stopwatch)
+        dimensions = {images.stored.descriptors.shape[1] for images in self.described}
+        if len(dimensions) > 1:
+            raise DistapError(
+                "data.unequal_dimensions",
+                f"data.train: descriptors of {', '.join(map(str, sorted(dimensions)))} dimensions:"
+                " those of all sets have to come from one network",
+            )
+        self.job = replace(job, dimensions=dimensions.pop())
+
+    def opened(self, source: Source) -> DescribedImages:
+        images = DescribedImages(source)
+        self.described.append(images)
+        return images
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        rows = self.described.stored.descriptors
-        keys = self.described.keys
         classes = self.plan.classes
+        rows = DescriptorParts(
+            [(images.name, images.stored.descriptors) for images in self.described]
+        )
+        first = np.cumsum([0, *map(len, self.described)])
         for step in steps:
-            samples = self.plan.batch(step)[np.array(self.slots)]
-            labels = classes.numbers[classes.labels[samples]]
+            samples = self.plan.batch(step)[np.array(self.places)]
+            labels = classes.numbers[classes.labels_of(samples)]
+            numbers = np.searchsorted(first, samples, side="right") - 1
+            places = zip(numbers.tolist(), (samples - first[numbers]).tolist(), strict=True)
+            names = [str(self.described[number].keys[local]) for number, local in places]
             values = rows[samples].astype(np.float32, copy=False)
-            yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Counter())
+            yield Chunk(values, samples.tolist(), labels, names, [], Counter())

@@ -41,7 +41,7 @@ def describing_of(
         first=evaluation.dimensions,
         batch_pixels=evaluation.batch_size * data.image_size**2,
     )
-    return Describing(describer, world, data.workers, shown)
+    return Describing(describer, world, data.workers, data.requests, shown)
 
 
 def describing_of_set(

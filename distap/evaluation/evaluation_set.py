@@ -24,7 +24,7 @@ from distap.evaluation.extraction.extracting import Describing, Extraction, extr
 from distap.evaluation.ground_truth import GroundTruth
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
-from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
+from distap.retrieval.evaluate import Evaluated, evaluate_descriptors, figure_names
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.row_blocks import DescriptorParts, Descriptors, open_parts
@@ -73,6 +73,24 @@ class EvaluationSet:
     def has_queries_in_gallery(self) -> bool:
         """Return whether some queries are images of the gallery that is given."""
         return len(self.images.sets) < len(self.queries) + len(self.gallery)
+
+    @property
+    def figure_names(self) -> list[str]:
+        """Names of the figures of its evaluation, with those of groups and parts of queries."""
+        truth = self.truth
+        images = self.images
+        groups = [""]
+        domains = list[str]()
+        if truth is not None and truth.queries:
+            groups = list(truth.groups or groups)
+            domains = [query.part for query in truth.queries]
+        elif truth is not None:
+            names = images.classes[images.samples(self.queries)].tolist()
+            domains = [name.partition("/")[0] for name in names]
+        elif GRADED.keys() & set(self.figures):
+            labels = images.labels(images.samples(images.sets), with_levels=True)
+            groups += [f"level {level}" for level in range(1, labels[:1].size)]
+        return figure_names(self.figures, groups, domains)
 
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks.
@@ -205,12 +223,11 @@ class DescribedSet:
         summaries = [result.summary() for result in evaluated]
         count = len(self.queries)
         listed = 0 if truth is None else len(truth.queries)
-        whitened = [] if self.describing.describer.whitening is None else ["whitening"]
         return Evaluation(
             data=evaluation_set.queries[0].name if truth is None else evaluation_set.name,
             gallery=evaluation_set.gallery_name,
             protocol=evaluation_set.kind,
-            refinement=" + ".join([*whitened, *refinement.names]) or "plain",
+            refinement=self.refined_by(refinement),
             fingerprint=evaluation_set.images.fingerprint,
             images=count + (len(self.gallery) if evaluation_set.gallery else 0),
             queries=int((first.first_positive > 0).sum()),
@@ -222,6 +239,11 @@ class DescribedSet:
             },
             hits=None if truth or evaluation_set.draws else self._retrieved(first),
         )
+
+    def refined_by(self, refinement: Refinement) -> str:
+        """Name of what is done to descriptors or rankings, for results."""
+        whitened = [] if self.describing.describer.whitening is None else ["whitening"]
+        return " + ".join([*whitened, *refinement.names]) or "plain"
 
     def _retrieved(self, evaluated: Evaluated) -> Retrieved:
         # A separate gallery's rows follow the queries'.
@@ -260,11 +282,7 @@ class DescribedSet:
         queries = self.queries[query_rows]
         is_labelled = evaluation_set.kind == LABELLED
         gallery = queries if is_labelled else self.gallery[gallery_rows]
-        distractors = None
-        if evaluation_set.distractors:  # otherwise the network need not be hashed
-            distractors = open_parts(
-                evaluation_set.distractors, queries.shape[1], described_by=describer.described_by
-            )
+        distractors = self.open_distractors()
         queries, gallery, head = refinement.apply(queries, gallery, distractors)
         return evaluate_descriptors(
             queries,
@@ -277,15 +295,22 @@ class DescribedSet:
             world=self.describing.world,
         )
 
+    def open_distractors(self) -> DescriptorParts | None:
+        paths = self.evaluation_set.distractors
+        if not paths:  # the network need not be hashed
+            return None
+        described_by = self.describing.describer.described_by
+        return open_parts(paths, self.queries.shape[1], described_by=described_by)
+
     def _class_truth(self, query_rows: Any, gallery_rows: Any) -> Truth:
         if self.evaluation_set.kind == LABELLED:
             return class_truth(self.labels)
         if not self.evaluation_set.gallery:
             return class_truth(self.labels[query_rows], self.labels[gallery_rows])
         count = len(self.query_samples)
-        return class_truth(self.labels[:count], self.labels[count:], self._contents())
+        return class_truth(self.labels[:count], self.labels[count:], self.contents())
 
-    def _contents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def contents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what the files of queries and gallery hold, if the gallery has every query's file
         too.
 

@@ -2,11 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distap.config.evaluation_sections import MERGED
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.loading.reader import ImageSet, open_images
 from distap.errors import DistapError
@@ -14,6 +16,8 @@ from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
+from distap.evaluation.saved import Evaluation
+from distap.evaluation.several_sets import evaluate_merged, merged_sets
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.refinement import Refinement
 from distap.retrieval.row_blocks import open_parts
@@ -149,11 +153,15 @@ def _labelled_set(source: Source, gallery: Source | str | None, draws: int) -> E
 
 
 def open_named_sets(
-    texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
+    texts: Sequence[str | Source],
+    distractors: Sequence[str] = (),
+    *,
+    merged: bool = False,
+    **settings: Any,
 ) -> dict[str, EvaluationSet]:
     """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source.
 
-    Return them by name.
+    Return them by name. With `merged`, raise a DistapError if they cannot be merged.
     """
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
@@ -166,6 +174,8 @@ def open_named_sets(
                 f"--data: two sets are called {opened.name}; write NAME=PATH for one of them",
             )
         sets[opened.name] = opened
+    if merged:
+        merged_sets(sets)
     return sets
 
 
@@ -174,6 +184,7 @@ def evaluate_sets(
     describing: Describing,
     refinement: Refinement,
     *,
+    merged: bool = False,
     output: Path | None = None,
     printed: bool = True,
     **about: Any,
@@ -181,6 +192,7 @@ def evaluate_sets(
     """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
+        merged: evaluate all sets with classes as one too, see `evaluate_merged`.
         output: folder for the evaluation, or for a folder of each of several.
         about: further entries of what is written and returned.
     """
@@ -192,15 +204,20 @@ def evaluate_sets(
         "scales": describer.network.scales,
         "precision": describer.precision,
     }
+    evaluations: dict[str, Callable[[Refinement], Evaluation]] = {
+        name: described_set.evaluate for name, described_set in described.items()
+    }
+    if merged:
+        evaluations[MERGED] = partial(evaluate_merged, described)
     results: dict[str, Any] = {}
-    for name, described_set in described.items():
-        evaluation = described_set.evaluate(refinement)
+    for name, evaluate in evaluations.items():
+        evaluation = evaluate(refinement)
         if describing.world.rank > 0:
             continue
         figures = json.loads(evaluation.model_dump_json())["figures"]  # without NaN
         results[name] = {evaluation.refinement: figures}
         if output is not None:  # before anything is printed, which may fail
-            evaluation.save(output / name if len(sets) > 1 else output, **about)
+            evaluation.save(output / name if len(evaluations) > 1 else output, **about)
         if printed:
             print_result(
                 f"{name}: {evaluation.queries} queries, {evaluation.left_out} without a positive"

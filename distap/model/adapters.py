@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.model.backbone import timm_config
+from distap.model.hollow import tried
 
 IN_PEFT = "base_model.model."  # prefix of names in peft's files
 OF_BLOCK = re.compile(r"\.\d+\.")  # in names of parameters: stages.2.blocks.0.norm.weight
@@ -34,6 +35,8 @@ class Adapter:
     whole names."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of dropping an input of an adapter."""
+    base: Literal["float32", "bf16"] = "float32"
+    """Hold the matrices of the frozen blocks in this dtype; bf16 goes with precision: bf16."""
 
     def adapt(self, network: Any, image_size: int, seed: int = 0) -> None:
         """Add adapters to layers of a RetrievalNetwork's backbone, and freeze its other parameters.
@@ -76,6 +79,17 @@ class Adapter:
                 f" {idle[0]} without calling the layer, so an adapter would learn nothing: name"
                 " other layers, such as fc1 and fc2",
             )
+
+    def round_base(self, network: Any, dtype: torch.dtype = torch.float32) -> None:
+        """Round matrices of linear layers and convolutions in blocks to `base`, and hold them in
+        `dtype`.
+        """
+        if self.base == "float32":
+            return
+        for name, module in network.backbone.named_modules():
+            in_block = OF_BLOCK.search(f"{name}.") and ".lora_" not in name
+            if in_block and isinstance(module, nn.Linear | nn.Conv2d):
+                module.weight.data = module.weight.data.to(torch.bfloat16).to(dtype)
 
     def _layers(self, backbone: nn.Module) -> list[str]:
         layers = [name for name, module in backbone.named_modules() if _takes_adapter(module)]
@@ -140,6 +154,7 @@ def _adapted(network: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _not_called(network: nn.Module, image_size: int) -> list[str]:
+    network = tried(network)
     layers = _adapted(network)
     called = set[str]()
     trains = network.training

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distap.errors import DistapError
+from distap.model.hollow import tried
 from distap.registry import SOURCES
 
 # Arguments by which vision transformers take images of any size: position embeddings are resampled
@@ -177,9 +178,11 @@ def _has_one_size(network: Any) -> bool:
 
 
 def _takes(backbone: Any, size: int, pools: bool) -> bool:
+    backbone = tried(backbone)
+    device = next(backbone.parameters()).device
     try:
         with torch.no_grad():
-            features = backbone.eval()(torch.zeros(1, 3, size, size))
+            features = backbone.eval()(torch.zeros(1, 3, size, size, device=device))
             if pools:
                 backbone.forward_head(features, pre_logits=True)
     except Exception:  # each architecture raises its own

@@ -67,6 +67,7 @@ class RetrievalNetwork(nn.Module):
     # adapters that were merged.
     begun: dict[str, Any] | None = None
     adapters: Mapping[str, Tensor] = MappingProxyType({})
+    awaits_values = False  # whether only rank 0 has the values of the parameters yet
 
     def __init__(
         self,

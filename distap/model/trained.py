@@ -69,11 +69,16 @@ class TrainedNetwork:
         base = self.settings.get("base")
         if base is not None:
             self._load_base(network, base)
-        has_adapters = self.settings["model"].get("adapter") is not None
-        if has_adapters:
-            self._part("adapter").adapt(network, self.settings["data"]["image_size"])
-        self._load_tensors(network, names_of_base={} if base is None else base["sha256"])
-        network.adapters = merge(network) if has_adapters else {}
+        names_of_base = {} if base is None else base["sha256"]
+        if self.settings["model"].get("adapter") is None:
+            self._load_tensors(network, names_of_base)
+            network.adapters = {}
+        else:
+            adapter = self._part("adapter")
+            adapter.adapt(network, self.settings["data"]["image_size"])
+            self._load_tensors(network, names_of_base)
+            adapter.round_base(network)  # such as weights that were fetched again
+            network.adapters = merge(network)
         network.begun = self.begun
 
     def _load_tensors(self, network: RetrievalNetwork, names_of_base: Collection[str]) -> None:
@@ -176,7 +181,7 @@ class RunWeights:
     """Path or URL of a run or checkpoint, a folder that an export or save_pretrained wrote, or
     `hf-hub:NAME`."""
     best: bool = False
-    """Take the run's checkpoint with the highest validation mAP instead of the newest."""
+    """Take the run's checkpoint that is best by evaluation.best instead of the newest."""
 
     whole: ClassVar[bool] = True
 

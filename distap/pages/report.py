@@ -31,9 +31,10 @@ from distap.pages.page import THUMBNAIL, write_page
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
+from distap.storage.locations import sets_in_words
 from distap.storage.texts import read_text
 from distap.telemetry.runlog import read_run_log, read_starts
-from distap.telemetry.terminal import print_warning
+from distap.telemetry.terminal import print_warning, rows_of_sets
 
 PAGE_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
@@ -74,6 +75,29 @@ class Run:
         """Return the log's evaluations, the last of each step."""
         lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
         return [lines[step] for step in sorted(lines)]
+
+    @property
+    def highest_score(self) -> tuple[str, float | None, int | None]:
+        """Return what chooses the best checkpoint, its highest value in the log, and its step."""
+        name = "validation mAP"  # also of lines that do not name it
+        best = None
+        value = None
+        for entry in self.validations:
+            [(figure, score)] = entry.get("score", {name: entry["validation"].get("mAP")}).items()
+            if figure != name or value is None or score > value:
+                name, value, best = figure, score, entry["step"]
+        return name, value, best
+
+    @property
+    def sets(self) -> list[list[str]]:
+        """Return a table of the last evaluation, without rows if it was of a single set."""
+        last = self.validations[-1] if self.validations else {}
+        if "also" not in last:
+            return []
+        validation = self.recipe["data"]["validation"]
+        if isinstance(validation, dict):
+            return rows_of_sets(last["also"])
+        return rows_of_sets({without_secrets(validation): last["validation"], **last["also"]})
 
     @property
     def train_seconds(self) -> float:
@@ -168,6 +192,7 @@ def report(
             version=distap.__version__,
             reload=reload,
             run=run,
+            trained_on=without_secrets(sets_in_words(run.recipe["data"]["train"])),
             # Without access to its data, since a report is shown to others.
             recipe_yaml=without_secrets(
                 yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
@@ -284,13 +309,27 @@ def training_charts(run: Run) -> dict[str, Chart]:
     def over_steps(name: str) -> list[tuple[float, float | None]]:
         return [(entry["step"], entry.get(name)) for entry in run.steps]
 
-    validations = [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations]
+    validations = [(entry["step"], entry["validation"].get("mAP")) for entry in run.validations]
+    is_mean = isinstance(run.recipe["data"].get("validation"), dict)
+    validated = "the validation sets, mean" if is_mean else "the validation set"
     precision = {
         "mAP of the batches (1 - loss)": Chart(over_steps("batch_mAP"), "mAP", in_percent=True),
-        "mAP of the validation set": Chart(validations, "mAP", in_percent=True, marked=True),
+        f"mAP of {validated}": Chart(validations, "mAP", in_percent=True, marked=True),
+    }
+    of_sets = {
+        f"Loss of {name}": Chart(
+            [
+                (entry["step"], entry["sets"][name]["loss"])
+                for entry in run.steps
+                if name in entry.get("sets", {})
+            ],
+            "loss",
+        )
+        for name in sorted({name for entry in run.steps for name in entry.get("sets", {})})
     }
     return {
         "Loss of the global batch": Chart(over_steps("loss"), "loss"),
+        **of_sets,
         # not every loss is one of AP
         **{title: chart for title, chart in precision.items() if chart.points},
         **{

@@ -34,27 +34,36 @@ class Gathering:
 
     The facts left of the descriptor are int64 bits in the descriptors' dtype.
 
-    Of the `slots` rows, each rank holds the slots rank, rank + W, ... `counter` takes the rows that
-    have arrived, some chunks at a time.
+    Of the `slots` rows, each rank holds those at the places rank, rank + W, ... of an exchange:
+    the slots of these numbers, or of the numbers that `order` has there. `counter` takes the rows
+    that have arrived, some chunks at a time.
     """
 
-    def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        slots: int,
+        counter: Counter | None = None,
+        order: Int64[Tensor, " slots"] | None = None,
+    ) -> None:
         self.world = world
         self.slots = slots
         self.counter = counter
+        self.order = order
+        self._slot_at = torch.arange(slots) if order is None else order
         self._own_rows = len(world.slots(slots))
         self._share = -(-slots // world.size)
-        self._is_own = torch.arange(slots) % world.size == world.rank
         self._unsent = deque(
             strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS)))
         )
         self._on_the_way = deque[Arrival]()
         # chunks whose facts are on their way to the CPU
         self._landed = deque[tuple[Tensor, ToHost]]()
-        self.arrived = 0  # slots of all ranks
-        self._counted = 0  # of these, slots that the counter has seen
+        self.arrived = 0  # rows of all ranks
+        self._counted = 0  # of these, rows that the counter has seen
+        # Rows of images taking part that it has not seen.
+        self._uncounted = list[DescriptorRows]()
         self._filled = 0  # own rows that were added
-        self._in_gallery = 0  # rows that have arrived and take part
         self._packed: Tensor | None = None
 
     @torch.no_grad()
@@ -105,13 +114,14 @@ class Gathering:
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
     def _receive(self, rows: DescriptorRows, facts: Int64[Tensor, "m facts"]) -> None:
-        # Rows that take no part are dropped here, so that everything behind sees B rows without
-        # gaps, in the order of slots, which is the same on every rank and whatever their number.
-        arrived = rows[queued(facts[:, TAKES_PART].nonzero().flatten(), rows.device)]
-        self._facts[self.arrived : self.arrived + len(facts)] = facts
-        self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
+        # The batch is in the order of slots, which is the same whatever the number of ranks.
+        slots = self._slot_at[self.arrived : self.arrived + len(facts)]
+        self._facts[slots] = facts
+        self._gallery[queued(slots, rows.device)] = rows[: len(facts)]
         self.arrived += len(facts)
-        self._in_gallery += len(arrived)
+        if self.counter is not None:
+            taking_part = facts[:, TAKES_PART].nonzero().flatten()
+            self._uncounted.append(rows[queued(taking_part, rows.device)])
         # Tiles of few rows are slow, so chunks are counted together. How many depends on the slots
         # alone, not on when a chunk arrives: a run that is repeated sums in the same order, to the
         # same bits.
@@ -121,11 +131,14 @@ class Gathering:
 
     def _count(self) -> None:
         if self.counter is not None:
-            waiting = self._facts[self._counted : self.arrived, TAKES_PART]
-            new = self._counted + waiting.nonzero().flatten()
-            descriptors = self._gallery[self.counter.seen : self._in_gallery]
+            places = torch.arange(self._counted, self.arrived)
+            places = places[self._facts[self._slot_at[places], TAKES_PART].bool()]
+            labels = self._facts[self._slot_at[places], FINEST_LABEL]
+            is_own = places % self.world.size == self.world.rank
+            descriptors = torch.cat(self._uncounted)
+            self._uncounted = []
             with full_precision(descriptors.device):
-                self.counter.add(descriptors, self._facts[new, FINEST_LABEL], self._is_own[new])
+                self.counter.add(descriptors, labels, is_own)
         self._counted = self.arrived
 
     @torch.no_grad()
@@ -142,11 +155,19 @@ class Gathering:
         self._take_in(waits=True)
         # The packed rows go now: this object lives until the end of the replay.
         self._packed = None
-        gallery = self._gallery[: self._in_gallery]
         taking_part = self._facts[:, TAKES_PART].bool()
         facts = self._facts[taking_part]
-        own_rows = self._is_own[taking_part].nonzero().flatten()
-        device = gallery.device
+        # The row of each slot, if its image takes part: rows have no gaps.
+        row_of = taking_part.cumsum(0) - 1
+        own_slots = self._slot_at[self.world.rank :: self.world.size]
+        own_rows = row_of[own_slots[taking_part[own_slots]]]
+        device = self._gallery.device
+        gallery = self._gallery
+        if len(facts) < self.slots:
+            gallery = gallery[queued(taking_part, device)]
+        arrival = None
+        if self.order is not None:
+            arrival = queued(row_of[self.order[taking_part[self.order]]], device)
         return Gathered(
             gallery=gallery,
             gallery_levels=queued(facts[:, FINEST_LABEL:].contiguous(), device),
@@ -154,6 +175,8 @@ class Gathering:
             own=queued(own_rows, device),
             taking_part=queued(taking_part, device),
             world=self.world,
+            order=None if self.order is None else queued(self.order, device),
+            arrival=arrival,
         )
 
 

@@ -40,6 +40,11 @@ class Gathered:
     own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
     taking_part: Bool[Tensor, " slots"]
     world: World
+    # The slot at each place of an exchange, where place r + W i is row i of rank r; each rank's
+    # slots ascend. None: the slot is the place. See `Plan.order`.
+    order: Int64[Tensor, " slots"] | None = None
+    # The row of each image of the batch in order of arrival; None: they have arrived in order.
+    arrival: Int64[Tensor, " B"] | None = None
     key: tuple[int, int] = (0, 0)  # seed and step
     of_unit_length: bool = True  # an image's similarity to itself is constant
     # further tensors of the batch's images, (B, ...)
@@ -75,10 +80,27 @@ class Gathered:
     def levels(self) -> Int64[Tensor, "B L"]:
         return self.gallery_levels[: len(self.samples)]
 
+    def slots_of(self, rank: int) -> Int64[Tensor, " slots_of_rank"]:
+        """Return the slots that a rank holds, ascending."""
+        order = self.order
+        if order is None:
+            order = torch.arange(len(self.taking_part), device=self.taking_part.device)
+        return order[rank :: self.world.size]
+
     @property
     def local(self) -> Bool[Tensor, " slots_of_rank"]:
         """Return which of this rank's slots take part in the ranking."""
-        return self.taking_part[self.world.rank :: self.world.size]
+        return self.taking_part[self.slots_of(self.world.rank)]
+
+    def rows_of(self, arrived: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+        """Return the gallery's rows of images by their places in order of arrival.
+
+        The images of a memory arrive behind the batch, in their order.
+        """
+        if self.arrival is None:
+            return arrived
+        remembered = torch.arange(len(self.arrival), len(self.gallery), device=arrived.device)
+        return torch.cat([self.arrival, remembered])[arrived]
 
     @cached_property
     def class_sizes(self) -> Int64[Tensor, "N L"]:
@@ -133,9 +155,33 @@ class Gathered:
             shared[name] = whole.view(local_rows.dtype).view(len(whole), *local_rows.shape[1:])
         return replace(self, extra=shared)
 
+    def only(self, chosen: Bool[Tensor, " N"]) -> "Gathered":
+        """Keep the chosen images of the gallery; the slots of the others take no part.
+
+        The slots stay shared out among the ranks as they are, also where a rank is left with none.
+        """
+        of_batch = chosen[: len(self.samples)]
+        taking_part = self.taking_part.clone()
+        taking_part[self.taking_part] = of_batch
+        row_of = of_batch.cumsum(0) - 1  # of each chosen image, without gaps
+        arrival = self.arrival
+        if arrival is not None:
+            arrival = row_of[arrival[of_batch[arrival]]]
+        return replace(
+            self,
+            gallery=self.gallery[chosen],
+            gallery_levels=self.gallery_levels[chosen],
+            samples=self.samples[of_batch],
+            own=row_of[self.own[of_batch[self.own]]],
+            taking_part=taking_part,
+            arrival=arrival,
+            extra={name: rows[of_batch] for name, rows in self.extra.items()},
+        )
+
     def share(self, rows: Shaped[Tensor, "b *K"]) -> Shaped[Tensor, "B *K"]:
         """Gather the rows of all ranks, in the order of `descriptors`."""
-        return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
+        whole = self.world.gather_rows(self.spread(rows), len(self.taking_part), self.order)
+        return whole[self.taking_part]
 
     def spread(
         self, rows: Shaped[Tensor, "b *K"], fill: float = 0.0
@@ -157,7 +203,7 @@ class Gathered:
         # how many they have.
         full = rows.new_zeros(len(self.taking_part), rows.shape[1])
         full[self.taking_part] = rows
-        return self.world.reduce_rows(full)[self.local]
+        return self.world.reduce_rows(full, self.order)[self.local]
 
 
 def runs(

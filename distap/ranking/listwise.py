@@ -8,13 +8,15 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
 from distap.errors import CAUSES, COLLAPSED, logger
 from distap.ranking.compiling import uncompiled
 from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Ranking, check_mode, rank
+from distap.ranking.rank import Ranking, check_mode, rank, shard_classes
+from distap.world import CPU, World
 
 Gradients = Callable[[Tensor], Sequence[Tensor | None]]
 
@@ -29,13 +31,16 @@ class RankingModule(nn.Module):
         mode: str = "sharded",
         memory: int = 0,
         memory_bytes: int | None = None,
+        sharded_over: World | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.loss = build_loss(loss, **options)
-        self.learned = self.loss.learned
         self.group = group
         self.mode = check_mode(mode)
+        if sharded_over is not None:
+            shard_classes(self.loss, sharded_over, self.mode)
+        self.learned = self.loss.learned
         self.memory_bytes = memory_bytes
         self.memory = CrossBatchMemory(memory)
         self._calls = 0
@@ -75,14 +80,34 @@ class ListwiseLoss(RankingModule):
 
     The parameters of a loss that has some, such as `proxy_nca`, are those of this module: give them
     to the optimiser. Over ranks they get the same share of their gradient on each, and so behave
-    like the network's.
+    like the network's. With `shard_classes` each rank holds its part of them, with its whole
+    gradient.
 
     Args:
         memory: number of earlier descriptors to rank against as well; part of the module's state.
+        shard_classes: let each rank of `group` hold the proxies of its part of the classes alone,
+            as a DTensor.
         options: options of the loss, or `preset`; see `distap.rank` for the other arguments.
     Raises:
-        DistapError: the loss, an option or the mode is unknown.
+        DistapError: the loss, an option or the mode is unknown, or does not fit shard_classes.
     """
+
+    def __init__(
+        self,
+        loss: AnyLoss = "ap_q",
+        group: dist.ProcessGroup | None = None,
+        mode: str = "sharded",
+        memory: int = 0,
+        memory_bytes: int | None = None,
+        shard_classes: bool = False,
+        **options: Any,
+    ) -> None:
+        sharded_over = None
+        if shard_classes:
+            uses_gpu = group is not None and dist.get_backend(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else CPU
+            sharded_over = World.of_group(group, device)
+        super().__init__(loss, group, mode, memory, memory_bytes, sharded_over, **options)
 
     @uncompiled
     def forward(
@@ -123,14 +148,15 @@ class ListwiseLoss(RankingModule):
             self.warn_if_alike(ranking)
             value = ranking.loss.to(descriptors.dtype)
             # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each
-            # takes a share.
+            # takes a share of those that it holds whole.
             ranks = 1 if self.group is None else dist.get_world_size(self.group)
 
             def gradients(upstream: Tensor) -> Sequence[Tensor]:
-                return [
-                    ranking.gradient * upstream,
-                    *(whole * (upstream / ranks) for whole in ranking.by_parameters),
+                by_parameters = [
+                    whole * (upstream if isinstance(whole, DTensor) else upstream / ranks)
+                    for whole in ranking.by_parameters
                 ]
+                return [ranking.gradient * upstream, *by_parameters]
 
             return KnownGradient.apply(value, gradients, False, descriptors, *self.loss.parameters)
 

@@ -158,9 +158,32 @@ class Loss(ABC):
         """Names of the tensors of `Gathered.extra` that this loss needs."""
         return *self.taken, *(["weights"] if getattr(self, "weights", None) == "given" else [])
 
+    def is_query(self, gathered: Gathered) -> Bool[Tensor, " B"]:
+        """Return which images of the batch count as queries."""
+        if not self.needs_positives:
+            return torch.ones_like(gathered.samples, dtype=torch.bool)
+        return gathered.class_sizes[: len(gathered.samples), self.query_level] > 1
+
+    def has_negatives(self, gathered: Gathered) -> bool:
+        """Return whether queries are ranked against other classes, if the loss needs that."""
+        is_one_class = bool(gathered.class_sizes[0, 0] == len(gathered.gallery))
+        return not (self.needs_positives and is_one_class)
+
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Loss":
         """Return this loss with new parameters, for K classes, if known, and C dimensions."""
         return self
+
+    def shard_classes(self, world: World, above: int = 0) -> bool:
+        """Let each rank hold the parameters of its part of the classes alone, if these are many.
+
+        Call it before `learned` is read. Such parameters are DTensors, and so are their gradients.
+
+        Args:
+            above: the number of classes of a loss up to which they stay whole on every rank.
+        Returns:
+            True if this loss, or one within it, has parameters for each class.
+        """
+        return False
 
     def counter(self, pairs: int, budget: Budget) -> Counter:
         """Return a counter for a batch of about `pairs` pairs of an own query and an image."""
@@ -210,7 +233,9 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     if world.rank == 0:
         # To the loss it looks like a single process whose own rows are all rows.
         all_rows = torch.arange(batch, device=loss_value.device)
-        whole = replace(gathered, own=all_rows, world=World(device=world.device))
+        whole = replace(
+            gathered, own=all_rows, world=World(device=world.device), order=None, arrival=None
+        )
         try:
             value = loss.value_and_gradient(whole, budget)
             gradient = whole.spread(value.gradient)
@@ -226,7 +251,9 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
             "ranks.problem", "rank 0 could not rank the batch; its own message says why"
         )
     # The gradient of each slot goes to the rank that holds it; slots that take no part have zeros.
-    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))
+    received = world.scatter_rows(
+        gradient, gathered.gallery, len(gathered.taking_part), gathered.order
+    )
     loss_value = world.broadcast(loss_value)
     per_query = world.broadcast(per_query)
     slopes = [

@@ -23,7 +23,7 @@ from distap.ranking.loss import Budget, Counter, Loss, full_precision, rank_on_r
 from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import refuse_crossing, refuse_lengths, row_names
-from distap.world import World, lengthened, refuse_default_device
+from distap.world import World, lengthened, local, refuse_default_device
 
 Mode = Literal["sharded", "central"]
 
@@ -105,11 +105,7 @@ def rank(
         warnings.warn("`images` of `rank` is called `samples` now", FutureWarning, stacklevel=3)
         samples = images
     descriptors = tensor_given(descriptors, "descriptors")
-    world = World(device=descriptors.device)
-    if group is not None:
-        world = World(
-            dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group
-        )
+    world = World.of_group(group, descriptors.device)
     built = build_loss(loss, **options)
     checked_mode = check_mode(mode)
     with agreement(world) as view:
@@ -158,16 +154,42 @@ def check_mode(mode: str) -> Mode:
     return cast(Mode, mode)
 
 
+def shard_classes(loss: Loss, world: World, mode: str) -> None:
+    """Let each rank hold the parameters of its part of the classes alone; see `Loss.shard_classes`.
+
+    Raises:
+        DistapError: the loss has no parameters for each class, or rank 0 alone would need them all.
+    """
+    if mode == "central":
+        raise DistapError(
+            "loss.sharded_classes",
+            "shard_classes: with mode central rank 0 ranks alone, but each rank holds the classes"
+            " of its own: set mode to sharded, or leave shard_classes out",
+        )
+    if not loss.shard_classes(world):
+        raise DistapError(
+            "loss.no_classes",
+            f"shard_classes: {type(loss).__name__} has no parameters for each class: leave it out",
+        )
+
+
 def start_gathering(
-    loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
+    loss: Loss,
+    world: World,
+    slots: int,
+    mode: Mode = "sharded",
+    memory_bytes: int | None = None,
+    order: Tensor | None = None,
 ) -> Gathering:
-    """Begin to gather a batch for `rank_descriptors`; pairs are counted as they arrive."""
+    """Begin to gather a batch for `rank_descriptors`; pairs are counted as they arrive.
+
+    `order` is that of a `Gathering`.
+    """
     # In mode central rank 0 counts the pairs of all queries, once all are there.
     pairs = len(world.slots(slots)) * slots
     counts = mode == "sharded" or world.size == 1
-    return Gathering(
-        world, slots, loss.counter(pairs, Budget(world.device, memory_bytes)) if counts else None
-    )
+    counter = loss.counter(pairs, Budget(world.device, memory_bytes)) if counts else None
+    return Gathering(world, slots, counter, order)
 
 
 # Autograd differentiates the formulas of losses, also where the caller wants no gradient; tensors
@@ -199,7 +221,8 @@ def rank_descriptors(
             value = rank_on_rank_zero(loss, gathered, budget)
     # All ranks have to skip the step, or none: one that went on alone would wait in the next
     # collective. Numbers are finite if their sum is, which one pass finds.
-    sums = [table.sum() for table in (value.value, value.gradient, *value.by_parameters)]
+    by_parameters = map(local, value.by_parameters)
+    sums = [table.sum() for table in (value.value, value.gradient, *by_parameters)]
     is_finite = world.all_agree(all(bool(total.isfinite()) for total in sums))
     per_query = None if value.per_query is None else gathered.spread(value.per_query, torch.nan)
     return Ranking(
@@ -225,19 +248,18 @@ def _count_queries(loss: Loss, gathered: Gathered) -> int:
             "sampling.no_images",
             "no image of this batch can be ranked: none was read, or no descriptor is finite",
         )
-    if not loss.needs_positives:
-        return batch
-    queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum())
+    queries = int(loss.is_query(gathered).sum())
     if not queries:
         raise NothingToRankError(
             "sampling.no_positives",
             f"none of the {images} has another image of its class in the batch, so nothing can be"
             " ranked: draw several images of each class, or a larger batch",
         )
-    if gathered.class_sizes[0, 0] == len(gathered.gallery):
+    if not loss.has_negatives(gathered):
         raise DistapError(
             "sampling.one_class",
-            f"all {images} are of one class, {int(gathered.labels[0])}: every ranking of them is"
-            " right, so there is nothing to learn; a batch needs two classes at least",
+            f"all {images} are of one class, {int(gathered.labels[0])}, or of one in each data set:"
+            " every ranking of them is right, so there is nothing to learn; a batch needs two"
+            " classes at least",
         )
     return queries

@@ -19,7 +19,7 @@ def refuse_lengths(gathered: Gathered) -> None:
     # Images that take no part have no descriptor that could be wrong.
     lengths = gathered.descriptors.new_ones(len(gathered.taking_part))
     lengths[gathered.taking_part] = torch.linalg.vector_norm(gathered.descriptors, dim=1)
-    problems = [_why_not_normalised(lengths[rank :: world.size]) for rank in range(world.size)]
+    problems = [_why_not_normalised(lengths[gathered.slots_of(rank)]) for rank in range(world.size)]
     if any(problems):
         by_rank = [
             f"{world.called(rank)}: {problem}" for rank, problem in enumerate(problems) if problem

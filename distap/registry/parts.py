@@ -79,14 +79,18 @@ def _explained(where: str) -> Iterator[None]:
 def sum_in_full(loss: Any) -> Any:
     """Return {sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}} as the recipe of a WeightedSum.
 
-    Losses of other forms are returned unchanged.
+    The losses of `by_set` may stand there without their key: {by_set: {faces: arc_face}}. Losses of
+    other forms are returned unchanged.
     """
     if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
         return loss
     terms = []
     for name, value in loss.items():
         options = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        terms.append((options.pop("weight", 1.0), {**options, "name": name}))
+        weight = options.pop("weight", 1.0)
+        if name == "by_set" and "losses" not in options:
+            options = {"losses": options}
+        terms.append((weight, {**options, "name": name}))
     if len(terms) == 1 and terms[0][0] == 1:
         return terms[0][1]
     return {"name": "sum", "terms": terms}

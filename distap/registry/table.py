@@ -37,6 +37,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         "csl": "distap.ranking.losses.proxies:CrossScaleLearning",
         "matryoshka": "distap.ranking.losses.sums:Matryoshka",
         "sum": "distap.ranking.losses.sums:WeightedSum",
+        "within": "distap.ranking.losses.within:Within",
+        "by_set": "distap.ranking.losses.within:BySet",
         "simix": "distap.ranking.losses.simix:SiMix",
     },
     "sampling": {

@@ -1,7 +1,7 @@
 """Rank a gallery for the queries of a set, and compute figures from the ranks of positives."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,19 @@ class Evaluated:
             of_parts = [means[f"{part} {name}"] for part in self.in_part if part]
             means[f"mean {name}"] = float(torch.tensor(of_parts, dtype=torch.float64).nanmean())
         return means
+
+
+def figure_names(
+    figures: Sequence[str], groups: Iterable[str], domains: Iterable[str] = ()
+) -> list[str]:
+    """Return the names of figures in `Evaluated.summary`, with those of groups and domains."""
+    names = [name for name in figures if name in GRADED]  # not per group
+    for group in groups:
+        names += [f"{group} {name}".strip() for name in figures if name not in GRADED]
+    prefixes = [*dict.fromkeys(["", *domains])]
+    if len(prefixes) > 1:
+        prefixes.append("mean")
+    return [f"{prefix} {name}".strip() for prefix in prefixes for name in names]
 
 
 @torch.no_grad()

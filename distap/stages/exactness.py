@@ -60,22 +60,30 @@ def normalises_by_batch(network: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in network.modules())
 
 
-def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int) -> None:
+def refuse_mixing(
+    describe: Callable[[int, int], Tensor],
+    network: nn.Module,
+    count: int,
+    agreed: Callable[[bool], bool] = bool,
+) -> None:
     """Describe a few images in two cuts, and raise a DistapError if an image's descriptor differs.
 
     Args:
         describe: takes a number of images and a seed, and returns the descriptors of the first so
             many images, described together with torch's random state at this seed.
         count: images of the larger cut, at least 2.
+        agreed: whether something holds on all ranks, which then make the same trials.
     """
 
     def agrees(images: int, seed: int = 0) -> bool:
         """Return whether this cut gives the same descriptors as that of `count` with seed 0."""
-        descriptors = describe(images, seed).double()
-        expected = describe(count, 0)[:images].double()
+        # A NaN tells nothing: the step itself leaves descriptors that are not finite out, and logs
+        # it.
+        descriptors = describe(images, seed).double().nan_to_num(0, 0, 0)
+        expected = describe(count, 0)[:images].double().nan_to_num(0, 0, 0)
         difference = (descriptors - expected).abs().max()
-        # A NaN agrees: the step itself leaves descriptors that are not finite out, and logs it.
-        return not bool(difference > LEAST_MIXING * expected.abs().max().clamp(min=1e-30))
+        limit = LEAST_MIXING * expected.abs().max().clamp(min=1e-30)
+        return agreed(not bool(difference > limit))
 
     # Descriptors may differ between cuts because the network mixes images, which is refused, or
     # because it draws other random numbers in another cut, which does no harm: replay then cuts as

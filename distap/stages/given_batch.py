@@ -47,6 +47,7 @@ class GivenBatch:
     ) -> None:
         self.step = step
         self.total = share * world.size
+        self.order: Tensor | None = None
         self.world = world
         self.seed = seed
         self.is_alike = is_alike

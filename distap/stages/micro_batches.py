@@ -16,10 +16,12 @@ Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, a
 
 @runtime_checkable
 class Batch(Protocol):
-    """This rank's share of a global batch: the slots rank, rank + W, ... of `total`."""
+    """This rank's share of a global batch of `total` images."""
 
     step: int
     total: int
+    # (total,) slot at each place of an exchange, as `Gathered.order` has it; None: the places.
+    order: Int64[Tensor, " total"] | None
 
     @property
     def labels(self) -> Int64[Tensor, " b"]:

@@ -24,7 +24,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import DistapError
+from distap.stages.bunches import bunches
 from distap.world import World
+
+# Of a message that sums gradients over ranks. It is a copy, so a network of billions of parameters
+# needs no more memory for its gradients than these bytes beside them.
+BUCKET_BYTES = 256 * 2**20
 
 
 class Replica:
@@ -37,6 +42,7 @@ class Replica:
 
     # each micro-batch of replay communicates, so all ranks must replay the same number of them
     lockstep = False
+    describes_in_lockstep = False  # so does each micro-batch of describe
     survives_backward = True  # a backward pass that ran out of memory can be given up
     keeps_graphs = True  # `forward` may be called several times before the backward passes
 
@@ -48,8 +54,12 @@ class Replica:
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose describe or an evaluation: parameters are whole, and no rank needs others."""
+        """Enclose describe; unless `describes_in_lockstep`, parameters are `whole` inside."""
         return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Enclose an evaluation: parameters are whole, and no rank needs others to describe."""
+        return self.describing()
 
     def replaying(self) -> AbstractContextManager[None]:
         """Enclose the replay of a step, in which gradients are computed."""
@@ -192,30 +202,51 @@ def refuse_hooks(network: nn.Module) -> None:
 def summed(
     world: World, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Sum gradients over ranks, one message per dtype. One missing on all ranks stays None."""
-    # A small network has hundreds of tensors, and each message costs its own latency. The counts
-    # travel along, since an optimiser leaves a parameter without gradient alone, but moves one of
-    # zeros by its moments and its decay. One message: | gradient 1 | gradient 2 | ... | how many
-    # ranks have 1, 2, ... |
+    """Sum gradients over ranks, in messages of one dtype and of up to BUCKET_BYTES.
+
+    A tensor that is larger has a message of its own. One missing on all ranks stays None.
+    """
+    # A small network has hundreds of tensors, and each message costs its own latency; a message of
+    # all gradients would be as large as the network. The counts travel along, since an optimiser
+    # leaves a parameter without gradient alone, but moves one of zeros by its moments and its
+    # decay: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
     sums = list(gradients)
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        numbers = [number for number, like in enumerate(parameters) if like.dtype == dtype]
-        addends = [_or_zeros(gradients[number], parameters[number]) for number in numbers]
-        is_there = [gradients[number] is not None for number in numbers]
-        counts = torch.tensor(is_there, dtype=dtype, device=addends[0].device)
-        message = torch.cat([*(gradient.flatten() for gradient in addends), counts])
-        lengths = [*map(torch.numel, addends), len(numbers)]
-        *wholes, counts = world.sum(message).split(lengths)
-        for number, gradient, whole, count in zip(
-            numbers, addends, wholes, counts.tolist(), strict=True
-        ):
-            # Copied back, so that the gradient keeps the memory layout of its parameter.
-            sums[number] = gradient.copy_(whole.view_as(gradient)) if count else None
+    for numbers in _buckets(parameters):
+        of_bucket = _summed_at_once(
+            world,
+            [gradients[number] for number in numbers],
+            [parameters[number] for number in numbers],
+        )
+        for number, gradient in zip(numbers, of_bucket, strict=True):
+            sums[number] = gradient
     return sums
 
 
-def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def _summed_at_once(
+    world: World, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Sum gradients in one message, which is forgotten before the next one is made."""
+    addends = [
+        torch.zeros_like(like) if gradient is None else gradient
+        for gradient, like in zip(gradients, parameters, strict=True)
+    ]
+    is_there = [gradient is not None for gradient in gradients]
+    counts = torch.tensor(is_there, dtype=addends[0].dtype, device=addends[0].device)
+    message = torch.cat([*(addend.flatten() for addend in addends), counts])
+    lengths = [*map(torch.numel, addends), len(addends)]
+    *wholes, counts = world.sum(message).split(lengths)
+    # Copied back, so that the gradient keeps the memory layout of its parameter.
+    return [
+        addend.copy_(whole.view_as(addend)) if count else None
+        for addend, whole, count in zip(addends, wholes, counts.tolist(), strict=True)
+    ]
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the numbers of the parameters whose gradients share a message."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        numbers = [number for number, like in enumerate(parameters) if like.dtype == dtype]
+        yield from bunches(numbers, lambda number: parameters[number].nbytes, BUCKET_BYTES)
 
 
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[None]:

@@ -36,7 +36,7 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.inputs import agreement
 from distap.ranking.loss import Loss
 from distap.ranking.losses.base import DescriptorLoss
-from distap.ranking.losses.proxies import ProxyLoss
+from distap.ranking.losses.classes import ProxyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves, refuse_shared_graphs
@@ -55,6 +55,7 @@ from distap.stopwatch import Stopwatch
 from distap.world import World
 
 OUTSIDE = "the network uses it, but it is none of network.parameters() (is it in a plain list?)"
+IN_LOCKSTEP = "this engine cannot give up what it has begun"
 PROBED = 3  # images that are described once more in the first step, in other cuts
 DROPOUT = 1  # first word of the key that seeds dropout
 
@@ -117,10 +118,14 @@ class ThreeStages:
         start = 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(
-            self.loss, self.world, batch.total, self.mode, self.memory_bytes
+            self.loss, self.world, batch.total, self.mode, self.memory_bytes, batch.order
         )
         pieces = list[Tensor]()
         graphs = dict[int, Tensor]()
+
+        def send(rows: slice, descriptors: Tensor) -> None:
+            gathering.add(descriptors, batch.labels[rows], batch.present[rows], batch.samples[rows])
+
         with self.stage("describe", batch.step), self.replica.describing():
             if not self.probed:
                 self._probe_on_all(batch)
@@ -136,7 +141,10 @@ class ThreeStages:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, buffers, keeps)
                 except RuntimeError as error:
-                    self.sizes.halve("describe", keeps, error, self._why_cut_matters)
+                    obstacle = self._why_cut_matters
+                    if self.replica.describes_in_lockstep:
+                        obstacle = IN_LOCKSTEP
+                    self.sizes.halve("describe", keeps, error, obstacle)
                     # Graphs that wait for the replay hold the memory that is missing. Their
                     # descriptors stay.
                     if keeps:
@@ -147,11 +155,23 @@ class ThreeStages:
                     graphs[start] = descriptors
                 pieces.append(descriptors.detach())
                 start = rows.stop
-                # The rows travel, and are counted, while the network goes on describing.
-                gathering.add(
-                    pieces[-1], batch.labels[rows], batch.present[rows], batch.samples[rows]
-                )
+                # The rows travel, and are counted, while the network goes on describing. In
+                # lockstep, messages of rows would meet gathers of parameters in other orders.
+                if not self.replica.describes_in_lockstep:
+                    send(rows, pieces[-1])
+            if self.replica.describes_in_lockstep:
+                self._catch_up(batch, len(pieces), buffers)
+                send(slice(0, share), torch.cat(pieces))
         return Described(torch.cat(pieces), graphs, gathering, buffers)
+
+    def _catch_up(self, batch: Batch, made: int, buffers: SavedBuffers) -> None:
+        """Make as many passes as rank 0, whose share is the greatest; they count for nothing."""
+        passes = -(-len(range(0, batch.total, self.world.size)) // self.sizes.images)
+        statistics = SavedBuffers(self.replica.network)
+        with torch.no_grad():
+            for _ in range(passes - made):
+                self._forward(batch, slice(0, 1), buffers)
+        statistics.restore()
 
     def _probe_on_all(self, batch: Batch) -> None:
         """Probe the network on every rank; all of them refuse it if one does."""
@@ -160,14 +180,15 @@ class ThreeStages:
                 self._probe(batch)
                 view.value = True
             except RuntimeError as error:
-                if not memory_ran_out(error):
+                if self.replica.describes_in_lockstep or not memory_ran_out(error):
                     raise
                 # The next step tries again, with the smaller micro-batches of this one's end.
         self.probed = all(view.values)
 
     def _probe(self, batch: Batch) -> None:
         """Describe a few images twice; refuse a network whose gradient would be silently wrong."""
-        probed = min(self.sizes.images, PROBED, len(batch.labels))
+        # As many on each rank.
+        probed = min(self.sizes.images, PROBED, max(batch.total // self.world.size, 1))
         network = self.replica.network
         images = moved(batch.images(slice(0, probed)), self.world.device)
         buffers = SavedBuffers(network)
@@ -193,8 +214,9 @@ class ThreeStages:
                     refuse_other_leaves(passes, network.parameters(), OUTSIDE)
                     refuse_shared_graphs(passes)
                 if probed > 1 and not normalises_by_batch(network):
+                    agreed = self.world.all_agree if self.replica.describes_in_lockstep else bool
                     with torch.no_grad():
-                        refuse_mixing(describe, network, probed)
+                        refuse_mixing(describe, network, probed, agreed)
         finally:
             buffers.restore()
 
@@ -279,7 +301,7 @@ class ThreeStages:
             except RuntimeError as error:
                 obstacle = self._why_cut_matters
                 if self.replica.lockstep or self._cannot_restart:
-                    obstacle = "this engine cannot give up what it has begun"
+                    obstacle = IN_LOCKSTEP
                 self.sizes.halve("replay", False, error, obstacle)
             # A smaller cut begins from nothing: all gradients so far are given up, and all kept
             # graphs, since a backward pass through one has freed what a second one would need.
@@ -303,6 +325,7 @@ class ThreeStages:
             if number == kept:
                 described.buffers.restore()
             descriptors = micro_batch.descriptors
+            statistics = SavedBuffers(self.replica.network) if micro_batch.is_padding else None
             if descriptors is None:
                 descriptors = self._forward(batch, micro_batch.rows, described.buffers)
                 if not micro_batch.is_padding:
@@ -314,6 +337,8 @@ class ThreeStages:
             with self.stopwatch.stage("network", part_of_outer=True):
                 self.replica.backward(descriptors, micro_batch.gradient, is_last)
             self._cannot_restart = False
+            if statistics is not None:
+                statistics.restore()
         return worst, counts
 
     def _forward(
@@ -332,6 +357,8 @@ class ThreeStages:
         # such layers (`why_cut_matters`).
         first = int(rows.start if isinstance(rows, slice) else rows[0])
         slot = self.world.slots(batch.total)[first]
+        if batch.order is not None:
+            slot = int(batch.order[slot])
         with self.stopwatch.stage("network", part_of_outer=True):
             self._draw_from(seed_for(DROPOUT, self.seed, batch.step, slot))
             return self.replica.forward(images)

@@ -4,6 +4,7 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Collection
 from mmap import mmap
 from typing import Any
 
@@ -27,7 +28,9 @@ def columns_file(**columns: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
+def read_columns(
+    data: Buffer, dtypes: dict[str, str], optional: Collection[str] = ()
+) -> dict[str, Column]:
     """Read arrays of the expected types from an untrusted .npz file.
 
     numpy.load allocates whatever memory a header declares, even terabytes, and unpacks a few
@@ -38,6 +41,7 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
         data: contents of the file.
         dtypes: numpy type by name: "str" or "U" is text, "scalar" one int64, "table" text of two
             axes.
+        optional: names of columns that are left out if the file lacks them.
     Raises:
         ValueError: a column is missing or wrong.
     """
@@ -47,6 +51,8 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
         archive = zipfile.ZipFile(data if isinstance(data, mmap) else io.BytesIO(data))  # type: ignore[arg-type]
         for name, dtype in dtypes.items():
             where = f"column {name}: "
+            if name in optional and f"{name}.npy" not in archive.namelist():
+                continue
             columns[name] = _column(_contents(archive, data, f"{name}.npy"), dtype)
     except Exception as error:  # zipfile passes on errors of struct, zlib and others
         raise ValueError(f"{where}{str(error) or type(error).__name__}") from error

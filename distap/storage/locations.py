@@ -6,6 +6,7 @@ A data set is one of:
     shards/train-*.tar              a glob
     shards/{000..009}.tar           a brace pattern, as webdataset writes them
     https://host/{000..009}.tar     the same behind http(s)://, s3://, gs:// and file://
+    hf://datasets/user/name@rev     the same on the Hugging Face Hub, at a revision or not
     imagefolder:photos/             images that are not packed: a folder with one folder per class
     hf:photos, hf:user/name#train   a data set of Hugging Face: a folder that save_to_disk wrote, or
                                     a name, and a split
@@ -18,6 +19,7 @@ others.
 
 import hashlib
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,21 +29,28 @@ from urllib.parse import unquote
 from distap.errors import DistapError
 
 SHARDS_INDEX = "index.npz"
-REMOTE = ("http", "https", "s3", "gs")
-LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the local file system
+REMOTE = ("http", "https", "s3", "gs", "hf")
+LISTABLE = (
+    "",
+    "s3",
+    "gs",
+    "hf",
+)  # schemes whose folders can be listed; "" is the local file system
 UNWRITABLE = {
     "http": "a web server",
     "https": "a web server",
+    "hf": "the Hugging Face Hub",
     "memory": "the memory of one process",
 }
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_OF_HUB = re.compile(r"datasets/[^/*?\[{]+/[^/*?\[{]+")
 _UNPACKED = ("imagefolder", "hf", "described", "given")
 GLOB = "*?["
 _SIGNS = frozenset("{" + GLOB)  # of patterns
 _PART = re.compile(r"(.+)\[(\d*\.?\d+)?:(\d*\.?\d+)?\]")
 _EXPECTED = (
-    "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or"
-    " file://, or imagefolder:FOLDER, hf:NAME or described:FOLDER"
+    "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs://,"
+    " hf:// or file://, or imagefolder:FOLDER, hf:NAME or described:FOLDER"
 )
 
 
@@ -82,6 +91,13 @@ class Source:
         return joined(self.base, self.index_name)
 
 
+def sets_in_words(train: str | Mapping[str, Any]) -> str:
+    """Return the data sets of a recorded `data.train` in words, sorted by name."""
+    if isinstance(train, str):
+        return train
+    return ", ".join(f"{name}: {settings['data']}" for name, settings in sorted(train.items()))
+
+
 def joined(base: str, name: str) -> str:
     return f"{base.rstrip('/')}/{name}"
 
@@ -118,7 +134,7 @@ def parse_source(source: "str | Path | Source") -> Source:
             )
         return replace(parse_source(whole), text=text, part=(begin, end))
     kind, colon, place = text.partition(":")
-    is_packed = not colon or kind not in _UNPACKED
+    is_packed = not colon or kind not in _UNPACKED or text.startswith("hf://")
     if text == "" or "\0" in text or not (is_packed or place):
         raise DistapError("data.bad_source", f"data set {text!r}: expected {_EXPECTED}")
     if not is_packed:
@@ -146,6 +162,11 @@ def _remote_source(text: str, scheme: str, host: str, path: str) -> Source:
             "data.bad_source", f"{text}: {scheme}:// is unknown; expected {_EXPECTED}"
         )
     is_web = scheme.startswith("http")
+    if scheme == "hf" and not _OF_HUB.match(path):
+        raise DistapError(
+            "data.bad_source",
+            f"{text}: expected hf://datasets/USER/NAME, with @REVISION behind it or not",
+        )
     if not host or not _SIGNS.isdisjoint(host):
         raise DistapError(
             "data.bad_source",

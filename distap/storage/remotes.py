@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from distap.errors import FAILED, AnswerError, DistapError
 
 # Extra of distap that a scheme needs.
-EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
+EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs", "hf": "hf"}
 PERMANENT = (
     FileNotFoundError,
     FileExistsError,
@@ -30,6 +30,10 @@ LACKS_CREDENTIALS = (
 )
 WRONG_CHECKSUM = ("FlexibleChecksumError", "ChecksumError")  # of botocore and gcsfs
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
+# Requests of a `read_many` that are under way at once, and connections that a file system may keep
+# for those of several threads: as many as aiohttp's, which is boto's ten otherwise.
+CONNECTIONS = 64
+POOL = 100
 # Of a request, which reads 8 MiB at most, or a whole image.
 ATTEMPTS = 5
 TIMEOUT_SECONDS = 60.0
@@ -56,14 +60,17 @@ class DamagedFileError(DistapError):
     """Raised if a store's bytes differ from the store's own checksum of them at every attempt."""
 
 
-def file_system(scheme: str) -> Any:
-    """Make an fsspec file system with connections of its own, as fsspec is configured."""
+def file_system(scheme: str, is_configured: bool = True) -> Any:
+    """Make an fsspec file system with connections of its own, as fsspec is configured if asked."""
     import fsspec  # slow
 
     try:
         # A cached listing would hide checkpoints that other hosts have written since.
         files = fsspec.filesystem(
-            scheme, skip_instance_cache=True, use_listings_cache=False, **_options_of(scheme)
+            scheme,
+            skip_instance_cache=True,
+            use_listings_cache=False,
+            **_options_of(scheme, is_configured),
         )
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
@@ -78,14 +85,18 @@ def file_system(scheme: str) -> Any:
         ) from error
     if scheme == "s3":
         files.retries = 1  # see `retried`
+    if scheme == "hf":
+        from distap.storage.hub import HubFiles
+
+        return HubFiles(files, file_system("https", is_configured=False))
     return files
 
 
-def _options_of(scheme: str) -> dict[str, Any]:
+def _options_of(scheme: str, is_configured: bool) -> dict[str, Any]:
     """Return the options of fsspec's configuration, with ours where it has none."""
     import fsspec.config
 
-    options = deepcopy(fsspec.config.conf.get(scheme, {}))
+    options = deepcopy(fsspec.config.conf.get(scheme, {})) if is_configured else {}
     if scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
@@ -99,6 +110,7 @@ def _options_of(scheme: str) -> dict[str, Any]:
             "http_session_cls": bounded_s3_session(),
             "connect_timeout": TIMEOUT_SECONDS,
             "read_timeout": TIMEOUT_SECONDS,
+            "max_pool_connections": POOL,
             **options.get("config_kwargs", {}),
         }
     elif scheme == "gs":
@@ -145,7 +157,8 @@ def retried(action: str) -> Callable[[M], M]:
             )
             try:
                 for attempt in attempts:
-                    self.meter["retries"] += int(attempt.num > 1)
+                    if attempt.num > 1:
+                        self.count(retries=1)
                     with attempt:
                         return method(self, name, *args, **options)
             except Exception as error:  # each file system raises its own
@@ -164,7 +177,7 @@ def retried(action: str) -> Callable[[M], M]:
 
 def _explained(error: Exception, cause: Exception, where: str, action: str) -> DistapError:
     """Return the error to raise after the last attempt failed with `error`, which has a `cause`."""
-    if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+    if isinstance(cause, FileNotFoundError) or _status_of(cause) == 404:
         return MissingFileError("storage.missing", f"{where}: there is no such file")
     reason = _reason_of(cause)
     if any(type(link).__name__ in WRONG_CHECKSUM for link in _chain(error)):
@@ -218,13 +231,18 @@ def _may_pass(error: Exception) -> bool:
         return False
     if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
         return False
-    status = (
-        getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
-    )
+    status = _status_of(error)
     # Google's text when a token has run out.
     if status == 401 and "Invalid Credentials" in str(error):
         return True
     return status not in REFUSED and not str(error).startswith("Forbidden")  # of gcsfs for 403
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status behind an error of a file system; None without one."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    answer = getattr(error, "response", None)  # of the Hugging Face Hub
+    return status or getattr(answer, "status_code", None) or _status_of_boto(error)
 
 
 def _status_of_boto(error: Exception) -> int | None:

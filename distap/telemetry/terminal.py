@@ -17,11 +17,12 @@ TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say.
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -193,6 +194,31 @@ def figures_table(columns: dict[str, dict[str, float]]) -> Table:
         gain = [f"{values[1] - values[0]:+.1f}"] if gains else []
         rows.append([figure, *(f"{value:.1f}" for value in values), *gain])
     return text_table("", "", ["", *columns, *gains], rows)
+
+
+def rows_of_sets(figures: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """Lay out the figures of data sets, 0 to 1, in percent: a row for each set, after a heading.
+
+    A part of the queries has its own row: `Easy mAP` of oxford is mAP of `oxford Easy`.
+    """
+    table = dict[str, dict[str, str]]()
+    for name, values in figures.items():
+        for figure, value in values.items():
+            domain, _, kind = figure.rpartition(" ")
+            cell = "–" if value is None or math.isnan(value) else f"{100 * value:.1f}"
+            table.setdefault(f"{name} {domain}".strip(), {})[kind] = cell
+    kinds = [*dict.fromkeys(kind for row in table.values() for kind in row)]
+    return [["set", *kinds]] + [
+        [name, *(row.get(kind, "–") for kind in kinds)] for name, row in table.items()
+    ]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
 
 
 def text_table(

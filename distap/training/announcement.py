@@ -3,10 +3,15 @@
 import shutil
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from distap.config.evaluation_sections import MERGED
 from distap.config.recipe import Recipe
+from distap.data.joined import MixedIndex
 from distap.data.shards.index import Index
 from distap.errors import logger
+from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.several_sets import merged_sets
 from distap.registry import name_of
 from distap.training.prepared import Prepared
 from distap.world import DRIVER, without_gpu
@@ -25,10 +30,11 @@ def announce(prepared: Prepared, step: int | None, device: torch.device, ranks: 
     )
     lines = {
         "data": _data(recipe, prepared.images.index, length.steps),
-        "evaluation": _evaluation(recipe, list(prepared.sets), step),
+        "evaluation": _evaluation(recipe, prepared.sets, step),
         "network": f"{recipe.model.architecture}, {trained:,} parameters,"
         f" {network.dimensions} dimensions",
         "device": f"{device.type}, {ranks} ranks" if ranks > 1 else str(device),
+        "engine": _engine(prepared, ranks),
         "batch": _batch(recipe, prepared.images.size, length.steps, float(length.epoch)),
         "run": f"{recipe.run}, {_beginning(step)}",
     }
@@ -45,8 +51,19 @@ def announce(prepared: Prepared, step: int | None, device: torch.device, ranks: 
         logger.warning("%s, so it trains on the CPU; device=cuda would refuse that", without_gpu())
 
 
-def _data(recipe: Recipe, index: Index | None, steps: int) -> str:
-    line = str(recipe.data.train)
+def _engine(prepared: Prepared, ranks: int) -> str:
+    """Return how the ranks share out the network, and the loss's classes."""
+    recipe = prepared.report.recipe
+    keys = [f"{key}: {value}" for key, value in vars(recipe.engine).items()]
+    line = ", ".join([name_of("engine", recipe.engine), *keys])
+    learned = prepared.step.stages.loss.learned
+    shared = [] if learned is None else [*learned.parameters()]
+    rows = sum(len(parameter) for parameter in shared if isinstance(parameter, DTensor))
+    return f"{line}; {rows:,} classes over {ranks} ranks" if rows else line
+
+
+def _data(recipe: Recipe, index: Index | MixedIndex | None, steps: int) -> str:
+    line = recipe.data.train_name
     if index is not None:
         line += f": {len(index):,} images of {len(index.class_name):,} classes"
     if recipe.data.image_sizes:
@@ -55,14 +72,17 @@ def _data(recipe: Recipe, index: Index | None, steps: int) -> str:
     return line
 
 
-def _evaluation(recipe: Recipe, sets: list[str], step: int | None) -> str:
+def _evaluation(recipe: Recipe, sets: dict[str, EvaluationSet], step: int | None) -> str:
     evaluation = recipe.evaluation
     if recipe.data.validation is None:
         return "none, since data.validation is not set"
     if not sets:
         return "none, since evaluation.every is 0"
     begins = "before the first step and " if evaluation.at_start and step == 0 else ""
-    line = f"{', '.join(sets)}, {begins}after the last"
+    line = ", ".join(sets)
+    if evaluation.merged:
+        line += f", {MERGED} of {', '.join(merged_sets(sets))}"
+    line += f", {begins}after the last"
     return f"{line}, and every {evaluation.every} {evaluation.unit}" if evaluation.every else line
 
 

@@ -1,17 +1,18 @@
 """Build the parts of a training from a recipe: images, network, engine, step, evaluations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.data.loading.share import LoadingJob, TrainingImages
+from distap.data.loading.share import LoadingJob, MixedSource, Sizes, TrainingImages
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
@@ -23,43 +24,71 @@ from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.model.weights import RandomWeights
 from distap.ranking.loss import Loss
+from distap.ranking.losses.within import BySet
 from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import shard_classes
 from distap.registry import Part
 from distap.stages.exactness import default_drift, make_writable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_hooks, refuse_unusable
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
+from distap.training.by_set import set_names
+from distap.training.filling import built_once, fill
 from distap.training.learner import Learner, TrainingStep
-from distap.training.optimizer import parameter_groups, trained_parameters
+from distap.training.optimizer import TimmOptimizer, parameter_groups, trained_parameters
 from distap.world import World
 
 # Keys of the model for which a network in Python stands, and those that it cannot have.
 GIVEN_PARTS = ("backbone", "weights", "pooling")
+# Up to so many classes (15 MB of 128 dimensions) a step is no slower with whole proxies.
+MOST_WHOLE_CLASSES = 30_000
 OF_HEADS = ("projection", "whitening", "layer_norm", "unit_length")
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
     """Open the recipe's training images for this rank, by the source `data.reading`."""
     data = recipe.data
+
+    def sizes(augmentation: Any) -> Sizes:
+        return tuple((at, size, augmentation.transform(size)) for at, size in data.sizes)
+
+    sources = data.train_sources
+    sets = data.train_sets
+    weights = {name: settings.weight for name, settings in sets.items()}
+    is_mixed = isinstance(data.train, Mapping)
     job = LoadingJob(
-        source=data.train_source,
+        source=MixedSource(sources, weights) if is_mixed else sources[""],
         sampling=recipe.sampling,
         seed=recipe.seed,
-        sizes=tuple((at, size, data.augmentation.transform(size)) for at, size in data.sizes),
+        sizes=sizes(data.augmentation),
+        own_sizes={
+            name: sizes(settings.augmentation)
+            for name, settings in sets.items()
+            if settings.augmentation is not None
+        },
         chunk=recipe.replay.size,
         workers=data.workers,
         prefetch=data.prefetch,
+        requests=data.requests,
+        cache=data.cache,
         longest_wait=recipe.timeout_seconds,
         pixels=data.pixels,
     )
     return (DescribedTraining if data.is_described else data.reading.open)(job, world, stopwatch)
 
 
-def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> RetrievalNetwork:
+def network_of(
+    recipe: NetworkRecipe, world: World, weights: Any = None, whole: bool = True
+) -> RetrievalNetwork:
     """Build the recipe's network on this rank's device, with the same parameters on every rank.
 
-    Rank 0 alone loads weights, the recipe's if `weights` is None, and sends them to the others.
+    Rank 0 alone builds it in full and loads weights, the recipe's if `weights` is None, and sends
+    them to the others.
+
+    Args:
+        whole: whether the other ranks get the values at once. Otherwise `network.awaits_values`,
+            and `learner_of` sends each rank what its engine holds.
     """
     model = recipe.model
     # The other ranks need parameters of the same shapes alone.
@@ -68,8 +97,6 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     def build() -> RetrievalNetwork:
         # The first parameters are a function of the seed, whatever was drawn before.
         torch.manual_seed(recipe.seed)
-        if isinstance(model.backbone, GivenNetwork):
-            return _given_network(recipe, chosen, world)
         options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
         if isinstance(model.backbone, TimmBackbone):
             options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
@@ -77,11 +104,15 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options
         )
 
-    network = first_on_rank_0(world, build).to(world.device)
-    # Collectives take contiguous memory alone, and convolutions' weights are channels-last: copy_
-    # keeps that layout.
-    for tensor in network.state_dict().values():
-        tensor.copy_(world.broadcast(tensor.contiguous()))
+    if isinstance(model.backbone, GivenNetwork):  # every rank has it already
+        network = first_on_rank_0(world, partial(_given_network, recipe, chosen, world))
+    else:
+        network = built_once(build, world)
+    if world.rank == 0:
+        network.to(world.device)
+    network.awaits_values = not whole
+    if whole:
+        fill(network, world)
     return network
 
 
@@ -132,17 +163,21 @@ def with_given(recipe: NetworkRecipe, network: nn.Module | None, where: str) -> 
 
 
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
-    """Open the data sets that a training evaluates on, by name, data.validation first."""
+    """Open the data sets that a training evaluates on, by name, those of data.validation first."""
     data = recipe.data
-    if recipe.evaluation.every == 0 or data.validation is None:
+    if recipe.evaluation.every == 0:
         return {}
-    validation = open_set(
-        data.validation,
-        gallery=data.gallery,
-        gallery_draws=data.gallery_draws,
-        figures=recipe.evaluation.figures,
-    )
-    return {str(data.validation): validation} | {
+    validation = {
+        name: open_set(
+            source,
+            name,
+            gallery=data.gallery,
+            gallery_draws=data.gallery_draws,
+            figures=recipe.evaluation.figures,
+        )
+        for name, source in data.validation_sets.items()
+    }
+    return validation | {
         name: open_set(
             section.data,
             name,
@@ -158,7 +193,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
     """Build the learner: the network, spread over ranks by the engine, with its optimiser."""
     optimizer = recipe.optimizer
-    _choose_trained(recipe, network, world)
+    choose_trained(recipe, network, world)
     trained = {name.partition(".")[0] for name, _ in trained_parameters(network)}
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(
@@ -176,6 +211,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
         return optimizer.chosen.build(parameter_groups(modules, optimizer.layer_decay))
 
     if recipe.step.fold_batchnorm:
+        send_values(network, world)
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(
         network, build, world, optimizer.clip_norm, recipe.precision
@@ -185,13 +221,21 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
     return learner
 
 
-def _choose_trained(recipe: Recipe, network: RetrievalNetwork, world: World) -> None:
+def send_values(network: RetrievalNetwork, world: World) -> None:
+    """Give every rank the whole network, if only rank 0 has its values yet."""
+    if network.awaits_values:
+        fill(network, world)
+        network.awaits_values = False
+
+
+def choose_trained(recipe: Recipe, network: RetrievalNetwork, world: World) -> None:
     """Add the recipe's adapter to the network, and freeze the parameters that it does not train."""
     model = recipe.model
     if model.adapter is not None:
         model.adapter.adapt(network, recipe.data.image_size, recipe.seed)
-        for _, parameter in trained_parameters(network):
+        for _, parameter in () if network.awaits_values else trained_parameters(network):
             parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
+        model.adapter.round_base(network, torch.bfloat16)
     if model.freeze is not None:
         freeze(network, model.freeze)
     if recipe.data.is_described:
@@ -211,17 +255,56 @@ def loss_of(
             f"loss: it takes {', '.join(recipe.loss.extras)} of each image: only Multistage,"
             " ListwiseLoss and rank give that",
         )
+    _refuse_other_sets(recipe.loss, set_names(images))
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
+    _shard_classes(recipe, loss, world)
     if loss.learned is not None:
         for tensor in loss.learned.to(world.device).state_dict().values():
-            tensor.copy_(world.broadcast(tensor.contiguous()))
+            if not isinstance(tensor, DTensor):  # of which each rank has drawn its own part
+                tensor.copy_(world.broadcast(tensor.contiguous()))
     return loss
+
+
+def _shard_classes(recipe: Recipe, loss: Loss, world: World) -> None:
+    """Share the classes of the loss out over the ranks, as `rank.shard_classes` says.
+
+    Raises:
+        DistapError: they are to be shared out, but the loss or the mode cannot.
+    """
+    most = most_whole_classes(recipe)
+    if recipe.rank.shard_classes is True:
+        shard_classes(loss, world, recipe.rank.mode)
+    elif most is not None:
+        loss.shard_classes(world, above=most)
+
+
+def most_whole_classes(recipe: Recipe) -> int | None:
+    """Return the most classes whose proxies each rank holds whole; None: however many there are."""
+    wanted = recipe.rank.shard_classes
+    if wanted is False or recipe.rank.mode != "sharded":
+        return None
+    if wanted is True:
+        return 0
+    # Another optimiser may not take tensors that are shared out.
+    return MOST_WHOLE_CLASSES if isinstance(recipe.optimizer.chosen, TimmOptimizer) else None
+
+
+def _refuse_other_sets(loss: Loss, names: Sequence[str]) -> None:
+    """Raise a DistapError if a loss by set, or one within it, is of other sets than these."""
+    if isinstance(loss, BySet) and {*loss.losses} != {*names}:
+        raise DistapError(
+            "loss.other_sets",
+            f"loss: by_set has losses for {', '.join(sorted(loss.losses))}, but data.train names"
+            f" {', '.join(names) or 'no two data sets'}: give a loss for each of them",
+        )
+    for _, term in getattr(loss, "parts", ()):
+        _refuse_other_sets(term, names)
 
 
 def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
     """Return the learner of the loss's own parameters; None for a loss without parameters.
 
-    Every rank holds the parameters and gets their whole gradient from stage two, so there is
+    Every rank gets the whole gradient of the parameters that it holds from stage two, so there is
     nothing to reduce.
     """
     if loss.learned is None or not loss.parameters:

@@ -202,6 +202,9 @@ class DescriptorNetwork(
         recipe = recorded_recipe(settings, "the base", trusted=self.trusts)
         weights = build_recorded("weights", begun["weights"], self.trusts)
         base = network_of(with_given(recipe, None, "the base"), World(), weights)
+        digests = digests_of(base)
+        if begun["adapter"] is not None:
+            build_recorded("adapter", begun["adapter"], self.trusts).round_base(base)
         before = base.state_dict()
         after = network.state_dict()
         merged = {f"{name.partition('.lora_')[0]}.weight" for name in from_peft(network.adapters)}
@@ -210,7 +213,7 @@ class DescriptorNetwork(
             for name in after.keys() - merged
             if not after[name].cpu().equal(before[name])
         }
-        digests = {name: digest for name, digest in digests_of(base).items() if name not in changed}
+        digests = {name: digest for name, digest in digests.items() if name not in changed}
         files = {CHANGED: changed}
         if network.adapters:
             files[ADAPTERS] = dict(network.adapters)

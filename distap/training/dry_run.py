@@ -16,9 +16,11 @@ from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.ranking.loss import Loss
 from distap.ranking.rank import rank
+from distap.stages.sizes import free_memory
 from distap.telemetry.terminal import print_result
 from distap.training.announcement import announce
 from distap.training.prepared import prepare
+from distap.training.rank_memory import NetworkSize, described_peaks
 from distap.world import device_of, joined_world
 
 TRIED_IMAGES = 4  # that are read and augmented
@@ -33,6 +35,8 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     """Prepare a training by `ranks` ranks of this host, try its first batch, and print its plan."""
     device_of(ranks - 1, recipe.device)  # there may be fewer GPUs
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
+        # before the network is there
+        room = free_memory(world.device) // (ranks if world.device.type == "cpu" else 1)
         prepared = prepare(recipe, world, planned_ranks=ranks)
         if recipe.checkpoint.store is not None:
             prepared.state.lease.require_writable()
@@ -42,9 +46,21 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         try_first_batch(recipe, images, dimensions, prepared.step.stages.loss)
         pixels = 3 * recipe.data.image_size**2 * -(-images.size // ranks)
         descriptors = 4 * dimensions * images.size  # of all ranks, which each rank gathers
+        peaks = described_peaks(
+            NetworkSize.of(prepared.network),
+            ranks,
+            room,
+            in_bf16=recipe.precision == "bf16",
+            averages=recipe.ema is not None,
+            evaluates=bool(prepared.sets) or prepared.state.nearest is not None,
+        )
         print_result(
             f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of"
-            " descriptors per step"
+            " descriptors per step",
+            f"{'engines':<10}  peak of a rank for weights, gradients and Adam's moments, if all"
+            f" {ranks} ranks are on a host, where each has {room / 1e9:.2f} GB; activations and a"
+            " loss's proxies come on top:",
+            *peaks,
         )
 
 
@@ -95,7 +111,7 @@ def _planned_labels(recipe: Recipe, images: TrainingImages) -> Labels | None:
             f"sampling: its batch holds other values than numbers of the {len(plan.classes)}"
             " images",
         )
-    labels: Labels = plan.classes.numbers[plan.classes.labels[batch]]
+    labels: Labels = plan.classes.numbers[plan.classes.labels_of(batch)]
     return labels
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distap.config.recipe import PrecisionName
+from distap.config.sections import PrecisionName
 from distap.errors import logger
 from distap.world import World
 
@@ -59,6 +59,23 @@ class DDPSettings:
 class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter; a single rank shards nothing."""
 
+    unit: Literal["auto", "network", "blocks"] = "auto"
+    """Gather the whole network in one message, or each of its blocks; auto takes blocks from 10^9
+    parameters on, and where gather or reshard need them."""
+    gather: Literal["float32", "bf16"] = "float32"
+    """Gather matrices of blocks in this dtype; bf16 goes with precision: bf16."""
+    reshard: Literal["step", "pass"] = "step"
+    """Free gathered parameters after each step, or each block after each pass through it, which
+    takes least memory and most messages."""
+    within: Literal["all", "host"] = "all"
+    """Cut parameters among all ranks, or among those of a host, with copies on each host."""
+
+    def __post_init__(self) -> None:
+        for key, default in (("gather", "float32"), ("reshard", "step")):
+            value = getattr(self, key)
+            if self.unit == "network" and value != default:
+                raise ValueError(f"{key} is {value}, which goes block by block: set unit to blocks")
+
     def _shared(
         self,
         network: nn.Module,
@@ -67,13 +84,29 @@ class FSDPSettings(DDPSettings):
         build_optimizer: BuildOptimizer,
         clip_norm: float | None,
     ) -> "Learner":
-        if world.size == 1:
-            return super()._shared(network, world, describe, build_optimizer, clip_norm)
-        from distap.stages.fsdp import FSDPReplica, shard
+        from distap.model.network import RetrievalNetwork
+        from distap.stages.fsdp import FSDPReplica, blocks_to_gather, shard
+        from distap.training.filling import fill_shards
         from distap.training.learner import Learner
 
-        shard(network, world)
-        return Learner(FSDPReplica(network, world, describe), build_optimizer(), clip_norm)
+        if world.size == 1:
+            # Refused on one rank, as in a dry run, if it would be on several.
+            blocks_to_gather(network, self.unit, self.gather, self.reshard)
+            return super()._shared(network, world, describe, build_optimizer, clip_norm)
+        whole = dict(network.named_parameters())
+        shard(
+            network,
+            world,
+            unit=self.unit,
+            gather=self.gather,
+            reshard=self.reshard,
+            within=self.within,
+        )
+        if isinstance(network, RetrievalNetwork) and network.awaits_values:
+            fill_shards(network, whole, world)
+            network.awaits_values = False
+        replica = FSDPReplica(network, world, describe, reshard=self.reshard)
+        return Learner(replica, build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)

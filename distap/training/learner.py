@@ -21,9 +21,11 @@ from distap.stages.micro_batches import Batch
 from distap.stages.replica import Replica
 from distap.stages.step import ThreeStages
 from distap.training.optimizer import trained_parameters
+from distap.world import local
 
 NAN = float("nan")
 Tensors = Mapping[str, Tensor]  # by name
+OF_OPTIMIZER = "optimizer.state."  # prefix of the state of each parameter
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -90,7 +92,7 @@ class Learner:
     def averaged(self) -> Iterator[None]:
         """Replace the parameters by their moving average, if there is one.
 
-        Enter this before `Replica.describing`.
+        Enter this before `Replica.whole`.
         """
         self._exchange()
         try:
@@ -140,10 +142,27 @@ class Learner:
                     state[name] = tensor.full_tensor().reshape(())
         return state
 
-    def load_state_dict(self, state: Tensors) -> None:
-        """Restore the learner from whole tensors of any engine's `state_dict`.
+    def shard_of(self, name: str, shape: torch.Size) -> DTensor | None:
+        """Return a DTensor with this rank's shard of a tensor that `load_state_dict` takes.
 
-        The number of ranks may be another than when they were saved.
+        None stands for a whole tensor. The values are not those of the tensor.
+        """
+        _, _, path = name.partition(".")
+        # network.NAME, ema.NAME, or optimizer.state.NAME.KEY
+        of_parameter = path
+        if name.startswith(OF_OPTIMIZER):
+            of_parameter = name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]
+        try:
+            parameter: Any = self.network.get_parameter(of_parameter)
+        except AttributeError:  # a buffer, or a setting
+            return None
+        return parameter if isinstance(parameter, DTensor) and parameter.shape == shape else None
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Restore the learner from tensors of any engine's `state_dict`.
+
+        They are whole, or this rank's shards where `shard_of` gives one. The number of ranks may be
+        another than when they were saved.
         """
         self.replica.release()
         self.network.load_state_dict(
@@ -191,6 +210,8 @@ class StepResult:
     not_finite: list[int] = field(default_factory=list)
     # Mean squared distance of the batch's descriptors to their mean; 0 if all are alike.
     spread: float = NAN
+    # (b,) loss of each of this rank's images, NaN for one without positives; None: not by query.
+    per_query: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -254,6 +275,7 @@ class TrainingStep:
             skipped=skipped,
             not_finite=not_finite,
             spread=ranking.spread,
+            per_query=ranking.per_query,
         )
 
 
@@ -272,18 +294,18 @@ def without_prefix(prefix: str, state: Tensors) -> dict[str, Tensor]:
     }
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def all_like(present: Mapping[str, Any], loaded: Tensors) -> dict[str, Any]:
     """Return `like(present, tensor)` for all loaded tensors, by name."""
     return {name: like(present.get(name), tensor) for name, tensor in loaded.items()}
 
 
 def like(present: Any, loaded: Tensor) -> Any:
-    """Convert a whole tensor to the kind of `present`: a number, or this rank's shard."""
+    """Convert a whole tensor to the kind of `present`: a number, or this rank's shard.
+
+    A shard stays as it is.
+    """
+    if isinstance(loaded, DTensor):
+        return loaded
     if isinstance(present, int):
         return int(loaded)
     # FSDP and DeepSpeed hold a single number as a vector.

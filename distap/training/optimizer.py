@@ -9,6 +9,12 @@ from torch.optim import Optimizer
 
 from distap.config.sections import GroupSettings
 from distap.errors import DistapError
+from distap.stages.bunches import bunches
+from distap.world import local
+
+# Of a group of parameters. On a GPU an optimiser updates a group at once, and takes as much memory
+# again meanwhile.
+GROUP_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,13 @@ class TimmOptimizer:
             options["max_grad_norm"] = None  # timm would clip at 1, but optimizer.clip_norm decides
         if self.name == "sgd" and self.momentum == 0:
             options["nesterov"] = False  # torch allows Nesterov's momentum only above 0
+        groups = [
+            group | {"params": parameters}
+            for group in groups
+            for parameters in bunches(
+                group["params"], lambda parameter: local(parameter).nbytes, GROUP_BYTES
+            )
+        ]
         # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a
         # restored moment may differ from that of its channels-last parameter. The engine sets the
         # rate of each step.

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-from distap.checkpoint.agreement import first_on_rank_0
+from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
 from distap.evaluation.describing import describing_of_set
@@ -19,7 +19,7 @@ from distap.training.projection import described_once, whiten_projection, why_in
 from distap.training.run_report import RunReport
 from distap.training.run_state import RunState, is_begun, require_same
 from distap.training.schedule import Length
-from distap.training.start_checks import checked_network, open_data
+from distap.training.start_checks import check_sets, checked_network, open_data
 from distap.world import World
 
 
@@ -69,8 +69,9 @@ def prepare(
     # Rank 0 alone finds and reports a person's mistakes in the data, once.
     readers = replace(world, size=planned_ranks or world.size)
     images, sets = first_on_rank_0(world, partial(open_data, recipe, readers, stopwatch))
-    world.agreed(None, [images.fingerprint[:12]], None, f"data in {recipe.data.train}")
+    world.agreed(None, [images.fingerprint[:12]], None, f"data in {recipe.data.train_name}")
     length = first_on_rank_0(world, partial(Length, recipe, images.index, images.size))
+    on_rank_0(world, partial(check_sets, recipe, images, length.steps))
     report.plan(length)
 
     # Network and evaluations come before an engine takes the parameters apart. A checkpoint
@@ -83,8 +84,12 @@ def prepare(
     if not resumes:
         whiten_projection(recipe, network, images, world, only_check=is_dry)
     network.train()
-    for name in sets:  # raises for images that the network does not take, before it trains
-        describing_of_set(recipe, name, network, world)
+
+    def try_sets() -> None:
+        for name in sets:  # raises for images that the network does not take, before it trains
+            describing_of_set(recipe, name, network, world)
+
+    on_rank_0(world, try_sets)  # which has the values of the network already
 
     learner = learner_of(recipe, network, world)
     step = step_of(recipe, learner, loss_of(recipe, images, network, world), world, stopwatch)

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from distap.checkpoint.agreement import on_rank_0
-from distap.config.recipe import EvaluationSection, Recipe
+from distap.config.evaluation_sections import EvaluationSection
+from distap.config.recipe import Recipe
 from distap.data.images.augmentation import CropFlipColour
+from distap.data.joined import MixedIndex
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import ShareOfBatch, TrainingImages
 from distap.data.sampling import MinedSampling
+from distap.data.shards.index import Index
 from distap.errors import DistapError, logger
 from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
@@ -27,7 +30,7 @@ from distap.model.network import GivenNetwork, RetrievalNetwork, UnitLinear
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
 from distap.stopwatch import Stopwatch
-from distap.training.build import network_of
+from distap.training.build import network_of, send_values
 from distap.training.engines import DDPSettings
 from distap.world import World
 
@@ -52,7 +55,8 @@ def why_inputs_vary(
         "augmentation varies them": data.augmentation != CropFlipColour(crop=1, flip=0),
         "the engine shares parameters out": type(recipe.engine) is not DDPSettings,
         # Descriptors know one level of classes alone.
-        "there are coarser classes, or no index": index is None or index.class_levels.size > 0,
+        "there are coarser classes, or no index": index is None or index.classes.numbers.ndim > 1,
+        "there are several data sets": isinstance(index, MixedIndex),
         "mining describes them again": isinstance(recipe.sampling, MinedSampling),
         "the network is an object in Python": isinstance(model.backbone, GivenNetwork),
         "hosts need not share the run's folder": recipe.checkpoint.store is not None,
@@ -74,7 +78,7 @@ def described_once(recipe: Recipe, images: TrainingImages, world: World, is_begu
         }
         plain = recipe.model_copy(update=bare)
         describing = describing_of(plain, network_of(plain, world), world, shown=True)
-        assert images.index is not None
+        assert isinstance(images.index, Index)
         extract_to_folder(Extraction(describing, ImageSet(data.train_source, images.index)), folder)
     described = {"train": f"described:{folder}", "augmentation": CropFlipColour()}
     return recipe.model_copy(update={"data": data.model_copy(update=described)})
@@ -100,20 +104,23 @@ def whiten_projection(
     steps = _whitening_steps(recipe, layer, images)
     if steps == 0 or only_check:
         return
+    send_values(network, world)
     network.eval()
     rows = list[Tensor]()
     # A reader of its own on the opened data set: the training's counts steps, and times its waits.
     reader = copy(images)
     reader.stopwatch = Stopwatch()
     _, size, transform = images.job.sizes[-1]
-    reader.job = replace(images.job, sizes=((0.0, size, transform),))
+    own_sizes = {name: ((0.0, *sizes[-1][1:]),) for name, sizes in images.job.own_sizes.items()}
+    reader.job = replace(images.job, sizes=((0.0, size, transform),), own_sizes=own_sizes)
     for share in reader.shares(range(steps)):
         world.note(f"whitening of the images of step {share.step + 1}")
         inputs = _head_inputs(network, share, recipe.replay.size, world)
         present = share.present.to(world.device)
         # In the order of slots, without damaged images: the same rows on any number of ranks.
-        gathered = world.gather_rows(inputs, images.size)
-        is_there = world.gather_rows(present, images.size)
+        order = None if share.order is None else share.order.to(world.device)
+        gathered = world.gather_rows(inputs, images.size, order)
+        is_there = world.gather_rows(present, images.size, order)
         if world.rank == 0:
             rows.append(gathered[is_there].cpu())
 
@@ -122,7 +129,7 @@ def whiten_projection(
         names = np.arange(len(inputs)).astype(str)
         described_by = DescribedBy("", f"crop {recipe.data.image_size}")
         described = DescriptorSet(
-            inputs, names, names, described_by, f"model.projection: {recipe.data.train}"
+            inputs, names, names, described_by, f"model.projection: {recipe.data.train_name}"
         )
         mean, directions = learned_whitening(described, dimensions=recipe.model.projection).tensors
         assert isinstance(layer, nn.Linear)

@@ -3,7 +3,8 @@
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,9 +24,10 @@ from distap.stopwatch import Stopwatch
 from distap.telemetry import runlog
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.terminal import origin, progress
+from distap.telemetry.terminal import aligned, origin, progress, rows_of_sets
+from distap.training.by_set import SetFigures
 from distap.training.learner import StepResult
-from distap.training.run_state import Figures
+from distap.training.run_state import Figures, score_of
 from distap.training.schedule import Length
 from distap.world import World
 
@@ -54,6 +56,7 @@ class RunReport:
         self.steps = recipe.steps or 1  # until `plan`, which counts those of epochs
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
+        self._traffic = Counter[str]()  # of this rank, since the start
         # Damaged images of all ranks since this process started; one met twice counts twice.
         self.skipped_images = 0
         self._collapsed = 0  # steps in a row whose descriptors were all alike
@@ -84,6 +87,8 @@ class RunReport:
                 progress("step", self.steps, step, is_first, seconds=0)
             )
             yield
+        if is_first:
+            self._log_traffic()
 
     def _open_outlets(self, step: int, stack: ExitStack) -> None:
         """Write the recipe into the run's folder; open its log and, until `stack` ends, loggers."""
@@ -110,10 +115,14 @@ class RunReport:
         step: int,
         share: ShareOfBatch,
         result: StepResult,
+        by_set: Mapping[str, SetFigures],
         stopwatch: Stopwatch,
         seconds: float,
     ) -> None:
-        """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
+        """Report a step, counted from 1, and clear the stopwatch that timed its stages.
+
+        `by_set` has the figures of each data set, if there are several.
+        """
         if result.not_finite:
             logger.warning(
                 "step %d: %d descriptors are not finite; their images are left out: %s",
@@ -135,6 +144,11 @@ class RunReport:
         }
         self.metrics.observe_step(step, len(share.samples), times, figures, result.skipped)
         self.metrics.skipped_queries.inc(result.skipped_queries)
+        for name, of_set in by_set.items():
+            self.metrics.set_images.labels(name).inc(of_set.images)
+            self.metrics.set_skipped.labels(name).inc(of_set.damaged)
+            self.metrics.set_loss.labels(name).set(of_set.loss)
+        sets = {"sets": {name: of_set._asdict() for name, of_set in by_set.items()}}
         speed = self.batch / seconds
         self._write(
             step,
@@ -143,13 +157,16 @@ class RunReport:
             images=self.batch,
             ranks=self.world.size,
             images_per_second=speed,
+            reading=dict(share.traffic),
             skipped_images=self.skipped_images,
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
+            **(sets if by_set else {}),
         )
+        of_sets = ", ".join(f"{name} {of_set.loss:.4f}" for name, of_set in by_set.items())
         self._show(
             step,
-            f"loss {result.loss:.4f}  {speed:.3g} images/s",
+            f"loss {result.loss:.4f}{of_sets and f' ({of_sets})'}  {speed:.3g} images/s",
             loss=result.loss,
             images_per_second=speed,
         )
@@ -177,8 +194,27 @@ class RunReport:
             if name not in self.damaged:
                 logger.warning("step %d: left out: %s", step, name)
             self.damaged.add(name)
-        self.metrics.read_bytes.inc(share.traffic["read_bytes"])
-        self.metrics.read_retries.inc(share.traffic["retries"])
+        traffic = dict(share.traffic)
+        self.metrics.cache_wait.inc(traffic.pop("cache_wait_ms", 0) / 1000)
+        for name, amount in traffic.items():
+            getattr(self.metrics, name).inc(amount)
+        self._traffic += share.traffic
+
+    def _log_traffic(self) -> None:
+        """Log what rank 0 has read, and what a cache has spared it."""
+        traffic = self._traffic
+        images = traffic["cache_hits"] + traffic["cache_misses"]
+        if not traffic["requests"] and not images:
+            return
+        line = (
+            f"rank 0 read {traffic['read_bytes'] / 1e9:,.3f} GB in {traffic['requests']:,} requests"
+        )
+        if images:
+            line += (
+                f"; {traffic['cache_hits'] / images:.1%} of its images came from data.cache, for"
+                f" whose shards workers waited {traffic['cache_wait_ms'] / 1000:.1f} s in all"
+            )
+        logger.info("%s", line)
 
     def checkpoint(self, written: Written) -> None:
         """Report a checkpoint that was written, or could not be."""
@@ -212,23 +248,35 @@ class RunReport:
         figures: Figures,
         seconds: float,
     ) -> None:
-        """Report an evaluation after a step, by data set, the validation set first.
+        """Report an evaluation after a step, by data set.
 
-        Keep that of the validation set for a page. Training continues if the disk is full.
+        Keep that of the first validation set for a page. Training continues if the disk is full.
         """
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, values in figures.items():
             for figure, value in values.items():
                 self.metrics.evaluation.labels(name, figure).set(value)
+        if len(figures) == 1:
+            [(name, values)] = figures.items()
             shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in values.items())
             logger.info("step %d: %s %s", step, name, shown)
-        first, *further = figures
-        also = {"also": {name: figures[name] for name in further}} if further else {}
-        self._write(step, validation=figures[first], **also, seconds={"evaluation": seconds})
-        run = self.recipe.run
+        else:
+            for line in aligned(rows_of_sets(figures)):
+                logger.info("step %d: %s", step, line)
+        recipe = self.recipe
+        also = {name: figures[name] for name in figures if name != str(recipe.data.validation)}
+        self._write(
+            step,
+            validation=figures.get(recipe.headline, {}),
+            **({"also": also} if also else {}),
+            score={recipe.scored_by: score_of(figures, recipe)},
+            seconds={"evaluation": seconds},
+        )
+        run = recipe.run
         try:
             if self.world.rank == 0:
-                evaluated[first].save(folder_of_step(run, step), network=str(run), step=step)
+                first = next(iter(evaluated.values()))
+                first.save(folder_of_step(run, step), network=str(run), step=step)
                 # A report compares the first with the newest.
                 for earlier in {*saved_steps(run)[1:]} - {step}:
                     shutil.rmtree(folder_of_step(run, earlier), ignore_errors=True)

@@ -1,11 +1,15 @@
 """Save the state of a run, and resume from it after an interruption."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
+
+import torch
+from torch import Tensor
 
 import distap
 from distap.checkpoint.agreement import on_all, on_rank_0
@@ -14,6 +18,7 @@ from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
+from distap.data.joined import MixedIndex
 from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.share import TrainingImages
 from distap.data.sampling import MinedSampling
@@ -23,9 +28,10 @@ from distap.model.backbone import built_again
 from distap.registry import SOURCES, by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import RUN_LOG, STARTS_LOG
-from distap.training.learner import TrainingStep, local, without_prefix
+from distap.training.by_set import FollowedWeights, set_names
+from distap.training.learner import Learner, TrainingStep, without_prefix
 from distap.training.mining import NearestClasses
-from distap.world import World
+from distap.world import World, local
 
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
@@ -35,13 +41,29 @@ MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")
 # Settings that hosts may give differently; whether they have the same data is compared apart.
 HOSTS_OWN: dict[str, Any] = {
     **dict.fromkeys(("run", "logs", "metrics"), True),
-    "data": {"train", "validation", "gallery", "workers", "prefetch", "pixels"},
+    "data": {
+        **dict.fromkeys(("train", "validation", "gallery", "workers", "prefetch", "pixels"), True),
+        "requests": True,
+        # All hosts have a cache, or none.
+        "cache": {"folder", "bytes"},
+    },
 }
 
 
 def require_same(recipe: Recipe, world: World) -> None:
     """Raise a DistapError on all ranks if one has another distap or recipe, but for HOSTS_OWN."""
-    settings = {"distap": distap.__version__, **recipe.model_dump(mode="json", exclude=HOSTS_OWN)}
+    excluded: dict[str, Any] = HOSTS_OWN
+    if isinstance(recipe.data.train, Mapping):  # of which hosts may have copies in other places
+        places = {name: {"data": True} for name in recipe.data.train}
+        excluded = HOSTS_OWN | {"data": HOSTS_OWN["data"] | {"train": places}}
+    names = [*(recipe.data.validation_sets if isinstance(recipe.data.validation, dict) else ())]
+    names += recipe.evaluation.also
+    settings = {
+        "distap": distap.__version__,
+        # All ranks describe the same set at a time.
+        "evaluation sets": names,
+        **recipe.model_dump(mode="json", exclude=excluded),
+    }
     of_rank_0 = world.gather_values(settings)[0]
     differences = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
     problem = None
@@ -57,9 +79,14 @@ def is_begun(recipe: Recipe, world: World) -> bool:
     return bool(on_rank_0(world, Checkpoints(_storage_of(recipe)).names))
 
 
-def score_of(figures: Figures) -> float:
-    """Return the mAP of the validation set, by which checkpoints are compared."""
-    return next(iter(figures.values()))["mAP"]
+def score_of(figures: Figures, recipe: Recipe) -> float:
+    """Return the figure of evaluation.best, by which checkpoints are compared.
+
+    One of a part without a query is not a number, and is 0 here.
+    """
+    best = recipe.best
+    score = figures[str(best.set)][best.figure]
+    return score if math.isfinite(score) else 0.0
 
 
 def _storage_of(recipe: Recipe) -> Storage:
@@ -80,11 +107,20 @@ class RunState:
         self.nearest: NearestClasses | None = None
         if isinstance(images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
             self.nearest = NearestClasses(images, recipe.sampling)
+        self.weights: FollowedWeights | None = None
+        follow_loss = getattr(recipe.sampling, "follow_loss", None)
+        if isinstance(images, IndexedImages) and follow_loss is not None and set_names(images):
+            self.weights = FollowedWeights(images, follow_loss)
         # Objects with a state next to the learner, by the prefix of the names of their tensors.
-        holders = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": self.nearest}
+        holders = {
+            "memory": step.stages.memory,
+            "loss": step.loss_learner,
+            "mined": self.nearest,
+            "weights": self.weights,
+        }
         self._holders = {prefix: holder for prefix, holder in holders.items() if holder is not None}
         self._settings = recipe.model_dump(mode="json")
-        # Validation mAP of the checkpoint that the run goes on from.
+        # Score of the checkpoint that the run goes on from, if that was evaluated.
         self.score: float | None = None
         section = recipe.checkpoint
         storage = _storage_of(recipe)
@@ -122,7 +158,8 @@ class RunState:
             # Later scores are compared with rank 0's, so that the ranks agree on which one is
             # better.
             on_rank_0(self.world, self.beside.fetch)
-            score = on_rank_0(self.world, lambda: self.checkpoints.best()[0])
+            scored_by = self.recipe.scored_by
+            score = on_rank_0(self.world, lambda: self.checkpoints.best(scored_by)[0])
             self.writer.best = float("-inf") if score is None else score
         return checkpoint.step
 
@@ -157,13 +194,33 @@ class RunState:
         }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
-        identity = {"data": self.images.fingerprint, "order": self.images.order}
-        self.writer.save(step, tensors, state, identity, score_of(figures) if figures else None)
+        identity: dict[str, Any] = {"data": self._fingerprints, "order": self.images.order}
+        score = None
+        if figures:
+            score = score_of(figures, self.recipe)
+            identity["scored_by"] = self.recipe.scored_by
+        self.writer.save(step, tensors, state, identity, score)
+
+    def _shard_of(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Return `Learner.shard_of` of the network's learner, or of the loss's."""
+        prefix, _, path = name.partition(".")
+        if prefix not in self._holders:
+            return self.learner.shard_of(name, shape)
+        holder = self._holders[prefix]
+        return holder.shard_of(path, shape) if isinstance(holder, Learner) else None
+
+    @property
+    def _fingerprints(self) -> str | dict[str, str]:
+        """The fingerprint of the data, or that of each of several data sets by name."""
+        index = self.images.index
+        if isinstance(index, MixedIndex):
+            return {name: of_set.fingerprint for name, of_set in index.sets.items()}
+        return self.images.fingerprint
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
         before = _identity(recorded, checkpoint.manifest.about.get("data"))
-        changed = _differences(before, _identity(self._settings, self.images.fingerprint))
+        changed = _differences(before, _identity(self._settings, self._fingerprints))
         if changed:
             raise DistapError(
                 "run.other_recipe",
@@ -181,7 +238,7 @@ class RunState:
             )
         # The learner comes last: a memory or a loss of another kind is found before parameters are
         # replaced.
-        tensors = checkpoint.tensors()
+        tensors = checkpoint.tensors(shard_of=self._shard_of)
         try:
             for prefix, holder in self._holders.items():
                 holder.load_state_dict(without_prefix(f"{prefix}.", tensors))
@@ -201,9 +258,15 @@ class RunState:
         logger.info("going on from %s", checkpoint.where)
 
 
-def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
+def _identity(recipe: dict[str, Any], fingerprint: Any) -> dict[str, Any]:
     """Return the settings that a run cannot change, because its state would change meaning."""
     reading = recipe["data"]["reading"]
+    sets = recipe["data"]["train"]
+    if isinstance(sets, Mapping):
+        fingerprint = {
+            name: {"data": fingerprint.get(name), "weight": settings["weight"]}
+            for name, settings in sets.items()
+        }
     optimizer = recipe["optimizer"]
     return {
         "data.reading": reading,
@@ -223,7 +286,7 @@ def _differences(
     changed = {
         key: (old.get(key, "unset"), new.get(key, "unset"))
         for key in old | new
-        if old.get(key, "unset") != new.get(key, "unset")
+        if old.get(key) != new.get(key)  # a key of a later version is null
     }
     return [
         line.format(

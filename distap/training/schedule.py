@@ -10,7 +10,8 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from distap.config.recipe import EvaluationSection, Recipe
+from distap.config.evaluation_sections import EvaluationSection
+from distap.config.recipe import Recipe
 from distap.config.sections import CheckpointSection, Unit
 from distap.errors import DistapError
 
@@ -90,7 +91,8 @@ class Length:
         if self.images is None and (recipe.epochs or "epochs" in units):
             raise DistapError(
                 "data.no_epochs",
-                f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps",
+                f"{recipe.data.train_name} has no index, so epochs cannot be counted; count in"
+                " steps",
             )
 
     @property

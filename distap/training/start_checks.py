@@ -1,6 +1,7 @@
 """Find mistakes in the data and the network of a training before its first step."""
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -8,19 +9,26 @@ from typing import Any
 import torch
 
 from distap.checkpoint.agreement import on_rank_0
+from distap.config.evaluation_sections import MERGED
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import CropFlipColour
+from distap.data.joined import MixedImages, MixedIndex, shared_images
+from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.share import TrainingImages
+from distap.data.mixing import Mixture
 from distap.errors import DistapError, logger, memory_ran_out
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.several_sets import merged_figure_names, with_mean
 from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of, sets_of
+from distap.training.engines import FSDPSettings
 from distap.world import World
 
+MOST_COMPARED = 10_000_000  # images that are compared with those of other sets: some seconds
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
 
 
@@ -31,7 +39,7 @@ def open_data(
 
     Raises:
         DistapError: no batches can be taken from the images for the ranks of `world`, or
-            data.validation shares classes with them.
+            data.validation shares classes with them, or evaluation.best names no figure.
     """
     data = recipe.data
     images = images_of(recipe, world, stopwatch)
@@ -39,8 +47,8 @@ def open_data(
     if data.is_described and (data.image_sizes or data.augmentation != CropFlipColour()):
         raise DistapError(
             "data.no_pixels",
-            f"{data.train}: descriptors have no pixels: leave data.augmentation and image_sizes"
-            " out",
+            f"{data.train_name}: descriptors have no pixels: leave data.augmentation and"
+            " image_sizes out",
         )
     if images.size < world.size:
         raise DistapError(
@@ -48,38 +56,124 @@ def open_data(
             f"sampling gives {images.size} images a batch, fewer than the {world.size} ranks: give"
             " larger batches or start fewer ranks",
         )
-    validation = sets.get(str(data.validation))
-    if validation is not None and validation.truth is not None:
-        raise DistapError(
-            "recipe.misplaced_truth",
-            f"data.validation: {data.validation} has a ground truth: name it in evaluation.also",
-        )
-    if validation is not None and data.unseen_classes:
-        _refuse_seen_classes(recipe, images, validation, warns=world.rank == 0)
+    for name in data.validation_sets if sets else ():
+        validation = sets[name]
+        if validation.truth is not None:
+            raise DistapError(
+                "recipe.misplaced_truth",
+                f"data.validation: {name} has a ground truth: name it in evaluation.also",
+            )
+        if data.unseen_classes:
+            _refuse_seen_classes(recipe, images, name, validation, warns=world.rank == 0)
+    if sets:
+        _require_best(recipe, sets)
     return images, sets
 
 
+def _require_best(recipe: Recipe, sets: dict[str, EvaluationSet]) -> None:
+    """Raise a DistapError if no evaluation gives the figure that chooses the best checkpoint."""
+    figures = {name: opened.figure_names for name, opened in sets.items()}
+    if recipe.evaluation.merged:
+        figures[MERGED] = merged_figure_names(sets)
+    expected = with_mean({name: dict.fromkeys(names, 0.0) for name, names in figures.items()})
+    best = recipe.best
+    if best.figure not in expected.get(str(best.set), ()):
+        names = "; ".join(f"{name}: {', '.join(values)}" for name, values in expected.items())
+        raise DistapError(
+            "evaluation.unknown_figure",
+            f"evaluation.best: no evaluation gives the figure {best.figure!r} of {best.set};"
+            f" expected a set and a figure of {names}",
+        )
+
+
 def _refuse_seen_classes(
-    recipe: Recipe, images: TrainingImages, validation: EvaluationSet, warns: bool
+    recipe: Recipe, images: TrainingImages, name: str, validation: EvaluationSet, warns: bool
 ) -> None:
-    """Raise a DistapError if the validation set shares a class with the training images."""
+    """Raise a DistapError if a validation set shares a class with the training images.
+
+    A named set is compared with the one to train on of its name alone, if there are several, since
+    sets may use the same names for other classes.
+    """
+    index = images.index
+    if isinstance(index, MixedIndex) and isinstance(recipe.data.validation, Mapping):
+        if name not in index.sets:
+            return
+        index = index.sets[name]
     for opened in validation.images.sets:
-        if images.index is None:
+        if index is None:
             if warns:
                 logger.warning(
                     "%s has no index, so nothing checks whether it shares classes with %s",
-                    recipe.data.train,
+                    recipe.data.train_name,
                     opened.name,
                 )
             continue
-        shared = sorted({*images.index.class_name.tolist()} & {*opened.classes.tolist()})
+        shared = sorted({*index.class_name.tolist()} & {*opened.classes.tolist()})
         if shared:
+            names = ", ".join(shared[:3]) + (", ..." if len(shared) > 3 else "")
+            key = "data.validation"
+            if isinstance(recipe.data.validation, Mapping):
+                key = f"{key}.{name}"
             raise DistapError(
                 "data.seen_classes",
-                f"data.validation: {opened.name} shares {len(shared)} classes with the training"
-                f" set ({', '.join(shared[:3])}, ...), so its figures would not be of unseen"
-                " classes; set data.unseen_classes=false if that is meant",
+                f"{key}: {opened.name} shares {len(shared)} classes with the training set"
+                f" ({names}), so its figures would not be of unseen classes; set"
+                " data.unseen_classes=false if that is meant",
             )
+
+
+def check_sets(recipe: Recipe, images: TrainingImages, steps: int) -> None:
+    """Refuse or warn of what does not fit in a training on several data sets.
+
+    Raises:
+        DistapError: a set that may not repeat would give more images than it holds.
+    """
+    if not isinstance(images, IndexedImages) or not isinstance(images.read_from, MixedImages):
+        return
+    mixture = images.plan.sampling
+    assert isinstance(mixture, Mixture)
+    indexes = images.read_from.index.sets
+    taken = mixture.images_before(steps, recipe.seed).tolist()
+    for (name, index), count in zip(indexes.items(), taken, strict=True):
+        logger.info(
+            "%-10s  %s: %s images of %s classes, of which the training takes %s, %.3g epochs",
+            "set",
+            name,
+            f"{len(index):,}",
+            f"{len(index.class_name):,}",
+            f"{count:,}",
+            count / len(index),
+        )
+        if len(index.classes.with_pairs) < 2:
+            logger.warning(
+                "data.train.%s: %d of its classes have two images or more, so a query has no"
+                " positives, or no negatives, in its own set",
+                name,
+                len(index.classes.with_pairs),
+            )
+        if not recipe.data.train_sets[name].repeat and count > len(index):
+            raise DistapError(
+                "data.repeated_set",
+                f"data.train.{name}: the training takes {count:,} images of it, but it holds"
+                f" {len(index):,} and its repeat is false: train fewer steps, lower its weight, or"
+                " set repeat to true",
+            )
+    _warn_of_shared_images(images.read_from)
+
+
+def _warn_of_shared_images(images: MixedImages) -> None:
+    if len(images.index) > MOST_COMPARED:
+        logger.info("the data sets are too large to look for images that two of them share")
+        return
+    for name, other, shared in shared_images(dict(zip(images.names, images.sets, strict=True))):
+        logger.warning(
+            "data.train: %s and %s share %s images, by their names or their sizes and CRC-32,"
+            " which are negatives of each other where a batch holds both: leave them out of one"
+            " set",
+            name,
+            other,
+            f"{shared:,}",
+        )
 
 
 def checked_network(
@@ -91,13 +185,15 @@ def checked_network(
         DistapError: it rejects images of this size, or did not describe the descriptors to train
             on.
     """
-    network = network_of(recipe, world, weights)
-    described = images.described if isinstance(images, DescribedTraining) else None
+    # An engine that shares parameters out sends each rank its shards alone.
+    whole = world.size == 1 or not isinstance(recipe.engine, FSDPSettings)
+    network = network_of(recipe, world, weights, whole)
+    described = images.described if isinstance(images, DescribedTraining) else []
 
     def try_size(size: int) -> None:
         _describe_black(recipe, network, size, world)
-        if described is not None and weights is None:
-            described.rows_for(network)
+        for of_set in described if weights is None else []:
+            of_set.rows_for(network)
 
     for size in sorted({size for _, size in recipe.data.sizes} | {recipe.data.image_size}):
         on_rank_0(world, partial(try_size, size))

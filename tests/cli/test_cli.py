@@ -47,6 +47,9 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatc
         and "24 images by p_by_k; an epoch is 2.25 steps" in printed
     )
     assert "each rank   15,360 bytes of pixels and 49,152 bytes of descriptors per step" in printed
+    assert re.search(
+        r"0\.\d\d GB  ddp  \(the first that fits\)\n +0\.\d\d GB  \{name: fsdp", printed
+    )
     assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
@@ -152,7 +155,7 @@ COMPUTES_NOTHING = """
 0: recipes emoji
 0: init {tmp}/images --output {tmp}/new.yaml
 0: data pack {tmp}/images {tmp}/packed
-0: data pack {tmp}/listed.csv {tmp}/listed --shuffle 1
+0: data pack {tmp}/listed.csv {tmp}/listed --order random
 0: data index {tmp}/packed
 0: data check {tmp}/packed
 0: data check imagefolder:{tmp}/images

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,9 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
     with raises("recipe.value", "step.fold_batchnorm", "3"):
         load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", "step.fold_batchnorm=true"])
     load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "step.fold_batchnorm=true"])
+    with raises("recipe.value", "replay.keep is 2", "engine.reshard: pass"):
+        load_recipe(recipe, ["engine={name: fsdp, reshard: pass}", "replay.keep=2"])
+    load_recipe(recipe, ["engine={name: fsdp, reshard: pass}", "replay.keep=auto"])
 
 
 def test_a_mistake_in_a_file_is_told_with_its_line_and_one_of_an_override_without(recipe):
@@ -210,3 +215,16 @@ def test_a_password_in_a_recipe_is_refused_and_not_repeated(key):
 def test_a_url_is_no_folder_of_a_run():
     with raises("recipe.run_not_local", "run"):
         load_recipe(Path("emoji"), ["run=s3://bucket/run"])
+
+
+def test_a_recipe_is_read_without_what_shares_networks_out():
+    program = (
+        "import sys; from pathlib import Path; from distap.config.reading import load_recipe;"
+        " load_recipe(Path('emoji'));"
+        " print([name for name in ('torch.distributed.tensor', 'torch.distributed.fsdp',"
+        " 'torch.distributed.checkpoint') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

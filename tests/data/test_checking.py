@@ -1,16 +1,23 @@
 import io
+import math
 import shutil
 import tarfile
+import zlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from images import write_images
 from PIL import Image
 from servers import web_server
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import ImageSet, check
+from distap.data.loading.checking import check
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
+from distap.storage import files
+from distap.storage.locations import parse_source
 
 
 def listed(checked):
@@ -109,3 +116,52 @@ def test_a_data_set_behind_a_url_is_checked_as_one_on_disk(shards):
         assert reasons(checked) == {"shard_missing": 1, "shard_sha256": 1, "crc_mismatch": 1}
         server.faults = ["", *["503"] * 5]
         assert "shard_unreadable" in reasons(check(server.url))
+
+
+def test_a_shard_behind_a_url_is_read_once(shards):
+    with web_server(shards) as server:
+        assert listed(check(server.url)) == []
+        assert server.asked() == 1 + 2 * 3  # the index, a byte of each shard, and each shard
+
+
+def test_a_server_that_cannot_send_a_part_of_a_shard_is_no_sound_one(shards):
+    with web_server(shards) as server:
+        server.ranges = False
+        checked = check(server.url)
+        assert reasons(checked) == {"shard_unreadable": 3}
+        assert "ignores Range" in checked[1][0].reason
+
+
+@pytest.mark.parametrize("place", [-1, 20])
+def test_bytes_that_change_on_their_way_once_are_no_damage(shards, monkeypatch, place):
+    index = load_index(shards)
+    # The last byte of a request is changed: of an image, or of what is around them.
+    block = int(index.offset[0]) + place
+    monkeypatch.setattr(files, "REQUEST_BYTES", block)
+    with web_server(shards) as server:
+        index_blocks = math.ceil((shards / "index.npz").stat().st_size / block)
+        server.faults = [""] * index_blocks + ["", "flip"]
+        assert listed(check(server.url)) == []
+        assert not server.faults
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_images_that_share_bytes_are_checked(shards, is_remote):
+    index = load_index(shards)
+    offset = index.offset.copy()
+    size = index.size.copy()
+    crc32 = index.crc32.copy()
+    shard = (shards / "000000.tar").read_bytes()
+    offset[1] = offset[0]  # the same file
+    size[1] = size[0]
+    size[0] = offset[2] + size[2] - offset[0]  # to the end of another
+    offset[3] = offset[2] + 1  # begins within one, and is no image
+    size[3] = size[2] - 1
+    for sample in range(4):
+        crc32[sample] = zlib.crc32(shard[offset[sample] :][: size[sample]])
+    crc32[2] ^= 1
+    replace(index, offset=offset, size=size, crc32=crc32).save(parse_source(str(shards)))
+    where = ImageSet(shards, index).where
+    with web_server(shards) as server:
+        checked = check(server.url if is_remote else shards)
+    assert listed(checked) == [(where(2), "crc_mismatch"), (where(3), "decode_error")]

@@ -9,7 +9,7 @@ from raising import raises
 from small_trainings import losses, parameters, train
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import check
+from distap.data.loading.checking import check
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError

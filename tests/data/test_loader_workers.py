@@ -3,7 +3,7 @@ import os
 import select
 import signal
 import time
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from launching import started as launched
 from raising import raises
 
 from distap.data.shards.index import load_index
-from distap.data.shards.parallel import LostWorkerError, in_processes
+from distap.data.shards.parallel import Fetch, LostWorkerError, in_processes
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 
@@ -85,7 +85,7 @@ def test_neither_loaders_nor_spools_leave_files_open(shards, tmp_path):
 # Someone whose only worker is stuck in reading: the second shard is a pipe that no one writes to.
 STUCK = """
 import os, signal, sys
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from distap.data.shards.index import load_index
 from distap.data.images.whole_images import sized_chunks
@@ -98,7 +98,7 @@ shard = folder / str(index.shard_name[1])
 shard.unlink()
 os.mkfifo(shard)
 samples = [[sample] for sample in range(9)]
-chunks = sized_chunks(ImageSet(folder, index), Sizing("crop", 16), {}, samples, 1)
+chunks = sized_chunks(ImageSet(folder, index), Sizing("crop", 16), {}, samples, 1, 1)
 for _ in range(4):
     next(chunks)
 """
@@ -166,3 +166,44 @@ def test_an_array_is_valid_until_the_next_is_asked_for_and_grows():
         sizes, in_processes(_numbered, sizes, workers=2, prefetch=1, lends=True), strict=True
     ):
         assert array.shape == (2, size) and (array == size % 251).all() and array.flags.writeable
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 30])
+def test_what_is_fetched_ahead_computes_no_more_answers_than_there_is_room_for(count):
+    computed = get_context("fork").Value("i", 0)
+
+    def compute(size, data):
+        assert data == -size
+        with computed:
+            computed.value += 1
+        return np.full(1000, size)
+
+    results = in_processes(
+        compute,
+        range(count),
+        workers=1,
+        prefetch=2,
+        lends=True,
+        fetch=Fetch(lambda size: -size, ahead=8),
+    )
+    for number, array in enumerate(results):
+        while computed.value < min(count, number + 2):
+            time.sleep(0.001)
+        # Two wait, and one is being used.
+        assert computed.value <= number + 3
+        assert (array == number).all()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_fetch_that_fails_fails_in_its_turn(workers):
+    def fetch(number):
+        if number == 5:
+            raise DistapError("storage.refused", "the fifth cannot be read")
+        return number
+
+    results = in_processes(
+        lambda number, data: number + data, range(9), workers, fetch=Fetch(fetch, ahead=3)
+    )
+    assert [next(results) for _ in range(5)] == [0, 2, 4, 6, 8]
+    with raises("storage.refused", "fifth"):
+        next(results)

@@ -10,7 +10,8 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from distap.data.images.damage import DamagedImageError
-from distap.data.loading.reader import ImageSet, check, open_images
+from distap.data.loading.checking import check
+from distap.data.loading.reader import ImageSet, open_images
 from distap.data.map_style import source_of
 from distap.data.shards.index import load_index
 from distap.errors import DistapError

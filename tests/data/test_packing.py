@@ -1,4 +1,5 @@
 import tarfile
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from PIL import Image
 from raising import raises
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import ImageSet, check
+from distap.data.loading.checking import check
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
@@ -61,15 +63,82 @@ def test_our_shards_are_those_of_webdataset_byte_for_byte(tmp_path, shards):
         assert (tmp_path / "their.tar").read_bytes() == path.read_bytes()
 
 
-def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder):
+@pytest.mark.parametrize("order", ["classes", "listed", "random"])
+def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder, order):
     (image_folder / "bear" / "1.png").write_bytes(b"no image")
-    _, skipped = pack(image_folder, tmp_path / "one", images_per_shard=2, shuffle=3)
+    layout = {"images_per_shard": 2, "order": order}
+    _, skipped = pack(image_folder, tmp_path / "one", **layout)
     for workers in (2, 3):
         output = tmp_path / f"{workers}"
-        assert (
-            pack(image_folder, output, images_per_shard=2, shuffle=3, workers=workers)[1] == skipped
-        )
+        assert pack(image_folder, output, workers=workers, **layout)[1] == skipped
         assert contents(output) == contents(tmp_path / "one")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`distap data pack`: its exit status."""
+    return lambda *arguments: distap(monkeypatch, "data", "pack", "--workers", 1, *arguments)
+
+
+@pytest.fixture
+def mixed_list(tmp_path):
+    """A list of 40 images of seven classes, one of them of 13 images, none next to its like."""
+    sizes = {"a": 13, "b": 4, "c": 5, "d": 1, "e": 6, "f": 3, "g": 8}
+    folder = write_images(tmp_path / "images", sizes)
+    paths = sorted(folder.rglob("*.png"), key=lambda path: (path.stem, path.parent.name))
+    rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in paths]
+    (folder / "list.csv").write_text("\n".join([HEADING.strip(), *rows]))
+    return folder / "list.csv"
+
+
+def test_the_images_of_a_class_lie_together_in_listed_order(tmp_path, mixed_list, run):
+    assert run(mixed_list, tmp_path / "out", "--images-per-shard", 8) == 0
+    index = load_index(tmp_path / "out")
+    names = index.class_name[index.label].tolist()
+    runs = [name for name, _ in groupby(names)]
+    assert sorted(runs) == ["a", "b", "c", "d", "e", "f", "g"]
+    assert runs != sorted(runs)
+    listed = [line.partition(",")[0] for line in mixed_list.read_text().splitlines()[1:]]
+    for name in runs:
+        of_class = [path for path in listed if path.startswith(f"{name}/")]
+        assert [path for path in index.path.tolist() if path.startswith(f"{name}/")] == of_class
+
+
+def test_a_class_that_fits_lies_in_one_shard_and_a_larger_class_in_shards_of_its_own(
+    tmp_path, mixed_list, run
+):
+    assert run(mixed_list, tmp_path / "out", "--images-per-shard", 8) == 0
+    index = load_index(tmp_path / "out")
+    names = index.class_name[index.label]
+    shards_of = {name: set(index.shard[names == name].tolist()) for name in set(names.tolist())}
+    assert {
+        name: len(shards) for name, shards in shards_of.items() if name != "a"
+    } == dict.fromkeys("bcdefg", 1)
+    assert len(shards_of["a"]) == 2
+    assert not shards_of.pop("a") & set.union(*shards_of.values())
+    sizes = np.bincount(index.shard)
+    assert sizes.max() <= 8
+    # No other shard ends before it must: the next class would not have fitted.
+    firsts = np.searchsorted(index.shard, np.arange(1, len(sizes))).tolist()
+    following = [int((names == names[first]).sum()) for first in firsts]
+    ends_early = [
+        size + more <= 8 and names[first - 1] != "a"
+        for size, more, first in zip(sizes[:-1], following, firsts, strict=True)
+    ]
+    assert not any(ends_early)
+
+
+def test_images_are_packed_as_listed_or_at_random_if_asked_for(tmp_path, mixed_list, run):
+    listed = [line.partition(",")[0] for line in mixed_list.read_text().splitlines()[1:]]
+    paths = {}
+    for order in ("listed", "random"):
+        output = tmp_path / order
+        assert run(mixed_list, output, "--order", order, "--images-per-shard", 9) == 0
+        index = load_index(output)
+        paths[order] = index.path.tolist()
+        assert np.bincount(index.shard).tolist() == [9, 9, 9, 9, 4]
+    assert paths["listed"] == listed
+    assert paths["random"] != listed and sorted(paths["random"]) == sorted(listed)
 
 
 LEVELS = {"apple": ("fruit", "food"), "bear": ("", "animal")}

@@ -55,8 +55,8 @@ def global_batches(folder, ranks, way, workers):
     """What all ranks see of each step, in the order of slots."""
     batches = [[None] * BATCH for _ in range(STEPS)]
     for rank in range(ranks):
-        slots = World(rank, ranks).slots(BATCH)
         for share in shares_of(folder, World(rank, ranks), way, workers):
+            slots = range(BATCH) if share.order is None else share.order[rank::ranks].tolist()
             for slot, item in zip(slots, seen(share, len(slots)), strict=True):
                 batches[share.step][slot] = item
     return batches

@@ -7,7 +7,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from distap.data.plan import Classes, Plan, in_turn
+from distap.data.plan import Classes, Plan
 from distap.data.sampling import (
     ClassesSampling,
     MinedSampling,
@@ -15,6 +15,7 @@ from distap.data.sampling import (
     RandomSampling,
     SuperPByKSampling,
 )
+from distap.data.turns import in_turn
 from distap.errors import DistapError
 from distap.registry import build_part
 
@@ -340,12 +341,6 @@ def test_an_odd_batch_of_two_super_categories_of_pairs_is_refused_by_their_names
     data = Classes(labels_of([2] * 18 + [4] * 9), levels=levels)
     with raises("sampling.lone_image", "cup", "pen"):
         Plan(data, SuperPByKSampling(classes=3, images=3), 0)
-
-
-def test_only_batches_that_end_within_a_class_have_a_new_version():
-    assert Plan(Classes(labels_of([4] * 9)), PByKSampling(classes=3, images=4), 0).version == 2
-    assert Plan(Classes(MANY), PByKSampling(classes=3, images=4), 0).version == 4
-    assert Plan(Classes(MANY), RandomSampling(batch_size=4), 0).version == 2
 
 
 @settings(deadline=None)

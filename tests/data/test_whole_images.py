@@ -203,9 +203,9 @@ def test_keys_that_two_shards_share_are_told_apart(tmp_path, image_folder):
 def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
     (folder / "a.png").write_bytes(b"damage")
     images = open_images(folder), Sizing("original"), {}
-    (chunk,) = sized_chunks(*images, [[0, 1, 2]], workers)
+    (chunk,) = sized_chunks(*images, [[0, 1, 2]], workers, 3)
     assert chunk.samples == [1, 2] and [image.shape for image in chunk.pixels] == [(3, 80, 120)] * 2
     assert chunk.damaged[0].startswith("decode_error")
     assert torch.equal(torch.from_numpy(chunk.pixels[0]), pixels(PHOTO))
-    (chunk,) = sized_chunks(*images, [[0]], workers)
+    (chunk,) = sized_chunks(*images, [[0]], workers, 3)
     assert chunk.samples == [] and chunk.pixels == []

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import tomllib
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -49,6 +50,7 @@ MADE_SMALL = {
     "steps=200": f"{SMALL} sampling.batch_size=24 evaluation.every=2",
     "train recipe.yaml --dry-run": f"train recipe.yaml --dry-run {SMALL}",
     "train recipe.yaml\n": f"train recipe.yaml {SMALL}\n",
+    "recipe.yaml run=runs/cars": f"recipe.yaml {SMALL} sampling.classes=18 run=runs/cars",
 }
 # documents whose commands run in one folder from top to bottom, and what is there afterwards
 RUN = {
@@ -57,6 +59,7 @@ RUN = {
         [GUIDES / name for name in ("own-images.md", "data.md", "evaluation.md", "retrieval.md")],
         ["runs/mine/report.html", "hits.html", "found", "shards/sop/train/index.npz"],
     ),
+    "mixtures": ([GUIDES / "mixtures.md"], ["runs/recipe/report.html", "runs/cars/metrics.jsonl"]),
 }
 
 
@@ -96,7 +99,9 @@ def words_of(line):
 
 
 def check_overrides(words):
-    load_recipe(DEMO, [word for word in words if "=" in word and word[0] != "-"])
+    """Check the words KEY=VALUE, but not NAME=SET behind --data."""
+    overrides = [word for before, word in pairwise(["", *words]) if before != "--data"]
+    load_recipe(DEMO, [word for word in overrides if "=" in word and word[0] != "-"])
 
 
 def check_options(command, words):
@@ -192,6 +197,8 @@ def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch
     named = [span for span in spans if re.split(r"[.=:]", span)[0] in Recipe.model_fields]
     assert len(named) >= 20
     streams = ["data.reading=streamed", "sampling={name: random, batch_size: 4096}"]
+    rounded = ["precision=bf16", "evaluation.precision=bf16"]
+    sets = ["data.train={cars: shards/cars, birds: shards/birds}"]
     for span in named:
         is_of_shell = "=" in span.split(": ")[0]
         words = (
@@ -199,7 +206,9 @@ def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch
             if is_of_shell
             else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]
         )
-        check_overrides([*(streams if "stream" in span else []), *words])
+        needed = streams if "stream" in span else sets if "follow_loss" in span else []
+        needed = rounded if re.search(r"(base|gather): bf16", span) else needed
+        check_overrides([*needed, *words])
 
 
 def options_of(command):
@@ -259,7 +268,6 @@ GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may 
     "_pairs.json": r"--pairs\b|_pairs\.json",
     "schedule.length": r"schedule\.length|schedule=step\b|name: step\b",
     "export.json": r"export\.json",
-    "reshard": r"\breshard\b",
     "distap index --gpu": r"distap index\b.*--gpu\b",
     "distap eval --gap": r"--gap\b|decomposability|gaps of `?results",
     "diffusion": r"diffusion",
@@ -296,6 +304,7 @@ def test_no_document_names_what_was_removed(document):
 def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
     (study,) = blocks_of([GUIDES / "studies.md"], "yaml")
     Study.model_validate(yaml.safe_load(study))
+    load_recipe(DEMO, [*map(yaml.safe_load, blocks_of([GUIDES / "mixtures.md"], "yaml"))])
     (sections,) = blocks_of([GUIDES / "losses.md"], "yaml")
     for line in sections.splitlines():
         check_overrides([line.partition("  #")[0].replace(": ", "=", 1)])
@@ -317,6 +326,9 @@ def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documen
         write_images(
             tmp_path / "photos" / split, {f"{split}-{number}": 6 for number in range(12)}, 48, seed
         )
+    for seed, name in enumerate(("cars", "birds") if documents == "mixtures" else ()):
+        classes = {f"{name}-{number}": 6 for number in range(24)}
+        write_images(tmp_path / "photos" / name, classes, 48, seed)
     pack(tmp_path / "photos/test", tmp_path / "shards/others")
     (tmp_path / "shards/others/index.npz").unlink()
     sop(tmp_path / "downloads/sop")

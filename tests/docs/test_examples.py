@@ -77,6 +77,13 @@ def test_the_loop_of_ddp_trains_on_two_ranks(on_two_ranks, photos):
     assert "epoch 2: loss 0." in on_two_ranks("ddp", photos / "train")
 
 
+@pytest.mark.slow
+def test_the_loop_of_a_sharded_tower_trains_and_saves_on_two_ranks(on_two_ranks, photos, tmp_path):
+    printed = on_two_ranks("sharded", photos / "train", tmp_path / "saved")
+    assert re.search(r"epoch 2: loss \d+\.", printed)
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
+
+
 @pytest.mark.parametrize("name", ["own_loss", "metric_learning", "distillation", "pairs"])
 def test_an_example_of_a_loss_prints_it(run, name):
     assert re.fullmatch(r"loss \d\.\d{4}\n", run(EXAMPLES / f"{name}.py"))
@@ -178,7 +185,7 @@ def test_each_block_of_python_in_readme_and_guides_runs_by_itself(
     for document, count in (
         ("README.md", 1),
         ("docs/guides/own-loop.md", 5),
-        ("docs/guides/losses.md", 1),
+        ("docs/guides/losses.md", 2),
         ("docs/guides/own-loss.md", 2),
     ):
         matches = re.findall(

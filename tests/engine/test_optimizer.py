@@ -4,15 +4,18 @@ import pytest
 import timm
 import torch
 from raising import raises
+from ranks import on_ranks
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.optim import lr_scheduler
 
 from distap.config.sections import GroupSettings
 from distap.errors import DistapError
-from distap.registry import build_part
+from distap.ranking.row_shards import part_of_rank, sharded
+from distap.registry import REGISTRY, build_part
 from distap.training.optimizer import TimmOptimizer, parameter_groups
 from distap.training.schedule import RateSchedule
+from distap.world import World
 
 
 def rates(schedule, steps, *epoch):
@@ -163,3 +166,47 @@ def test_adam_is_torchs_lamb_clips_nothing_itself_and_sgd_without_momentum_is_wi
     assert ours.defaults | {"lr": 0} == theirs.defaults | {"lr": 0}
     assert TimmOptimizer("lamb").build(parameters).defaults["max_grad_norm"] is None
     assert TimmOptimizer("sgd", momentum=0).build(parameters).defaults["nesterov"] is False
+
+
+def moved_by(name, world):
+    """Return seven rows and three numbers after four steps, the rows shared out over ranks."""
+    generator = torch.Generator().manual_seed(0)
+    rows = part_of_rank(7, world)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def held(tensor):
+        if world.size == 1:
+            return tensor
+        return sharded(tensor[rows.start : rows.stop].clone(), len(tensor), world)
+
+    table = nn.Parameter(held(drawn(7, 4)))
+    numbers = nn.Parameter(drawn(3))
+    group = {"params": [table, numbers], "weight_decay": 0.1, "lr": 0.0}
+    optimizer = TimmOptimizer(name).build([group])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    for _ in range(4):
+        table.grad = held(drawn(7, 4))
+        numbers.grad = drawn(3)
+        optimizer.step()
+    values = table.detach()
+    return values if world.size == 1 else values.full_tensor(), numbers.detach()
+
+
+def moved_by_all(world):
+    return {name: moved_by(name, world) for name in REGISTRY["optimizer"]}
+
+
+@pytest.fixture(scope="module")
+def moved_on_three_ranks():
+    return on_ranks(3, moved_by_all)
+
+
+@pytest.mark.parametrize("name", REGISTRY["optimizer"])
+def test_each_optimiser_moves_rows_that_ranks_share_out_as_whole_ones(moved_on_three_ranks, name):
+    expected = moved_by(name, World())
+    for of_rank in moved_on_three_ranks:
+        for tensor, reference in zip(of_rank[name], expected, strict=True):
+            torch.testing.assert_close(tensor, reference, rtol=1e-12, atol=1e-14)

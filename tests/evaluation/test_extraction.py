@@ -31,9 +31,9 @@ def described(monkeypatch) -> Counter:
     counts: Counter = Counter()
     encoded = ImageSet.encoded
 
-    def counted(reader, sample):
+    def counted(reader, sample, *file):
         counts[reader.where(sample)] += 1
-        return encoded(reader, sample)
+        return encoded(reader, sample, *file)
 
     monkeypatch.setattr(ImageSet, "encoded", counted)
     return counts
@@ -248,7 +248,9 @@ def extract_on_a_rank(world, source, single, folder):
     read = []
     seen = []
     encoded = ImageSet.encoded
-    ImageSet.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
+    ImageSet.encoded = lambda images, sample, *file: (
+        seen.append(sample) or encoded(images, sample, *file)
+    )
     for images, name in [(source, "whole"), (source, "stopped"), (single, "of-one")]:
         extract(images, folder / name, world, maker, part_images=4)
         read.append(len(seen))

@@ -15,6 +15,7 @@ class TensorBatch:
         own_rows = slice(world.rank, None, world.size)
         self.step = step
         self.total = len(images)
+        self.order = None
         self.labels = labels[own_rows]
         self.present = torch.ones(len(self.labels), dtype=torch.bool)
         self.pixels = images[own_rows].clone()

@@ -13,6 +13,7 @@ from distap.ranking.loss import Budget, Loss, LossValue
 from distap.ranking.losses.building import build_loss
 
 Virtual = Sequence[tuple[int, int, float]]  # parents and α of the virtual images of `simix`
+OF_SETS = ("within", "by_set")  # whose labels have the number of the data set as their last level
 SOFTMAX = {"proxy_nca": (1 / 9, True), "normalized_softmax": (0.05, False)}
 
 
@@ -23,19 +24,26 @@ def levels_of(labels: Tensor, depth: int = 2) -> Tensor:
 
 def built(name: str, classes: int, dimensions: int, dtype: torch.dtype = torch.float64) -> Loss:
     """A loss with its defaults, for labels by `levels_of`; `simix` is of `smooth_ap`, `matryoshka`
-    of `ap_q`.
+    of `ap_q`, `within` of `arc_face`, and `by_set` of that for every other data set.
     """
     options = {
         "csl": {"margins": MARGINS, "tree": levels_of(torch.arange(classes))[:, 1:].tolist()},
         "matryoshka": {"dimensions": [2, dimensions], "inner": "ap_q"},
         "simix": {"inner": "smooth_ap"},
+        "within": {"inner": loss_of_set("within", 0)},
+        "by_set": {
+            "losses": {
+                f"{number:04}": loss_of_set("by_set", number) for number in range(classes // 3 + 1)
+            }
+        },
     }
     mapping = (
         {"sup_ap": 0.3, "arc_face": 0.7}
         if name == "sum"
         else {"name": name, **options.get(name, {})}
     )
-    loss = build_loss(mapping).sized(classes, dimensions, 0)
+    numbers = levels_of(torch.arange(classes))
+    loss = build_loss(mapping).sized(numbers if name in OF_SETS else classes, dimensions, 0)
     if loss.learned is not None:
         loss.learned.to(dtype)
     return loss
@@ -48,6 +56,8 @@ def defined(
     learned parameters.
     """
     labels = levels[:, 0]
+    if name in OF_SETS:
+        return of_sets(name, d, levels, learned)
     if name == "sum":
         return 0.3 * defined("sup_ap", d, levels) + 0.7 * defined("arc_face", d, levels, learned)
     if name == "matryoshka":
@@ -69,6 +79,30 @@ def defined(
     if learned:
         return proxies_of(name, d, labels, *learned)
     return listwise_loss("ap_q" if name == "softbin" else name, d, labels)
+
+
+def loss_of_set(name: str, number: int) -> str:
+    return "arc_face" if name == "within" or number % 2 else "smooth_ap"
+
+
+def of_sets(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor]) -> Tensor:
+    """The mean, by queries, of the losses of each data set alone, whose labels begin at 0."""
+    total = d.new_zeros(())
+    queries = 0
+    for number in levels[:, -1].unique().tolist():
+        rows = levels[:, -1] == number
+        labels = levels[rows, 0]
+        of_set = loss_of_set(name, number)
+        parameters = []
+        if of_set == "arc_face":
+            parameters = [learned[number if name == "within" else number // 2]]
+        same = labels[:, None] == labels
+        count = len(labels) if parameters else int((same.sum(1) > 1).sum())
+        if count:
+            labels = labels - 3 * number
+            total = total + count * defined(of_set, d[rows], labels[:, None], parameters)
+        queries += count
+    return total / queries
 
 
 def virtual_images(labels: Tensor, loss: Loss, rank: Callable[[Loss], object]) -> Virtual:

@@ -31,10 +31,16 @@ STEPS = 2
 ENGINES = {
     "ddp": DDPSettings(),
     "fsdp": FSDPSettings(),
+    "fsdp blocks": FSDPSettings(unit="blocks"),
+    "fsdp pass": FSDPSettings(reshard="pass"),
+    "fsdp hosts": FSDPSettings(unit="blocks", within="host"),
+    "fsdp hosts pass": FSDPSettings(reshard="pass", within="host"),
     "zero 1": DeepSpeedSettings(stage=1),
     "zero 2": DeepSpeedSettings(stage=2),
     "zero 3": DeepSpeedSettings(stage=3),
 }
+# which cannot give a backward pass up
+NEVER_BEGIN_AGAIN = [name for name in ENGINES if name == "zero 3" or name.startswith("fsdp")]
 ADAM = TimmOptimizer("adam")
 PLAIN = TimmOptimizer("momentum", momentum=0.0)
 DECAY = 0.7  # of the average of the parameters
@@ -43,6 +49,7 @@ TRAININGS = {name: (name, 0) for name in ENGINES} | {
     "ddp, two graphs kept": ("ddp", 2),
     "fsdp, one graph kept": ("fsdp", 1),
     "fsdp, all graphs kept": ("fsdp", 4),
+    "fsdp blocks, two graphs kept": ("fsdp blocks", 2),
     "zero 2, two graphs kept": ("zero 2", 2),
 }
 OPTIMIZERS = {name: list(REGISTRY["optimizer"]) for name in ("ddp", "fsdp")} | {
@@ -253,7 +260,7 @@ def averaged(world, name, engine):
     means = {key.removeprefix("ema."): tensor for key, tensor in average.items()}
     network.eval().load_state_dict(network.state_dict() | means)
     engine.network.eval()
-    with engine.averaged(), engine.replica.describing(), torch.no_grad():
+    with engine.averaged(), engine.replica.whole(), torch.no_grad():
         apart = (
             (engine.replica.forward(images_for(engine)[0]) - network(images_for(engine)[0]))
             .abs()
@@ -314,7 +321,7 @@ def without_damage(world, name):
             engine.replica.discard()
         replay(world, engine.replica)
         norms.append(engine.update(0.0))
-    if name not in ("zero 3", "fsdp"):
+    if name not in NEVER_BEGIN_AGAIN:
         replay(world, engine.replica, fails=world.rank == 0)
         norms.append(engine.update(0.0))
     return norms
@@ -375,7 +382,7 @@ def described_apart(world, name):
     """
     engine = engine_of(world, name)
     images = images_for(engine)[0]
-    with engine.replica.describing(), torch.no_grad():
+    with engine.replica.whole(), torch.no_grad():
         chunks = [engine.replica.forward(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
         together = engine.network(images[: len(chunks)])
     norm = three_stages(world, engine)[0]

@@ -100,9 +100,12 @@ def record(folder: Path) -> None:
 
     def recorded(self: TrainingStep, batch: Batch, learning_rate: float) -> StepResult:
         result = call(self, batch, learning_rate)
+        world = self.learner.world
+        order = range(batch.total) if batch.order is None else batch.order.tolist()
         line = {
             "step": batch.step,
-            "ranks": self.learner.world.size,
+            "ranks": world.size,
+            "slots": list(order[world.rank :: world.size]),
             "samples": [int(sample) for sample in batch.samples],
         }
         with (folder / f"{self.learner.world.rank}.jsonl").open("a") as file:
@@ -116,21 +119,20 @@ def recorded_batches(folder: Path) -> dict[int, set[tuple[int, ...]]]:
     """The global batches that were trained on, by step, in slot order; more than one where they
     were not the same.
     """
-    shares: dict[tuple[int, int, int], list[list[int]]] = {}
+    shares: dict[tuple[int, int, int], list[list[tuple[int, int]]]] = {}
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             key = entry["step"], entry["ranks"], int(path.stem)
-            shares.setdefault(key, []).append(entry["samples"])
+            pairs = list(zip(entry["slots"], entry["samples"], strict=True))
+            shares.setdefault(key, []).append(pairs)
     batches: dict[int, set[tuple[int, ...]]] = {}
     for step, ranks in {(step, ranks) for step, ranks, _ in shares}:
         by_rank = [shares.get((step, ranks, rank), []) for rank in range(ranks)]
         # A rank that was killed after the others had done the step left no record of it.
         for attempt in zip(*by_rank, strict=False):
-            batch = [0] * sum(map(len, attempt))
-            for rank, samples in enumerate(attempt):
-                batch[rank::ranks] = samples
-            batches.setdefault(step, set()).add(tuple(batch))
+            batch = sorted(pair for pairs in attempt for pair in pairs)
+            batches.setdefault(step, set()).add(tuple(sample for _, sample in batch))
     return batches
 
 

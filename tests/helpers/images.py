@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.photos import pack
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
@@ -32,6 +33,25 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
     return folder
+
+
+def pack_sets(folder, shards, sets, size):
+    """Images and shards of data sets, whose classes have the same names.
+
+    `sets` has the numbers of classes and of the images of each, by the name of the set; `shards`
+    names the folder of a set's shards.
+    """
+    for name, (count, images) in sets.items():
+        classes = {f"class-{number:02}": images for number in range(count)}
+        write_images(folder / name, classes, size, seed=count)
+        pack(folder / name, folder / shards(name), images_per_shard=9)
+
+
+def pack_eight_shards(folder):
+    """16 classes of three images, a class in one shard; the images are in `images` beside them."""
+    write_images(folder / "images", {f"class-{number:02}": 3 for number in range(16)})
+    pack(folder / "images", folder / "shards", images_per_shard=6)
+    return folder / "shards"
 
 
 def indexed_images(source, batch_size=6, seed=0, size=16, world=ALONE, **settings):

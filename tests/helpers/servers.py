@@ -13,9 +13,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec.config
 import pytest
+
+from distap.storage.files import Storage
 
 # of Google's API
 MEDIA = "/download/storage/v1/b/bucket/o/"
@@ -28,14 +31,18 @@ class WebServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    handler: type["Handler"]
+    request_queue_size = 128  # of connections that are made at once
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+        super().__init__(("127.0.0.1", 0), partial(self.handler, directory=str(folder)))
+        self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[str] = []  # path and range of each
         # Of the next requests for bytes, one each: a status, "cut", "short", "flip", "stall",
-        # "endless", "chunked" (endless without a length), "packed" (a gzip bomb), or the URL that
-        # it redirects to.
+        # "endless", "chunked" (endless without a length), "packed" (a gzip bomb), "elsewhere" (a
+        # Content-Range that was not asked for), "late" (answered once another request is a
+        # "release"), or the URL that it redirects to.
         self.faults: list[str] = []
         self.ranges = True
         self.released = threading.Event()
@@ -50,6 +57,15 @@ class WebServer(ThreadingHTTPServer):
         settings = {"http": {}, "s3": {"anon": True}, "gs": {"token": "anon"}}[scheme]
         return {} if scheme == "http" else {scheme: {"endpoint_url": self.url, **settings}}
 
+    def storage(self, scheme: str) -> Storage:
+        """The folder by a scheme, as fsspec is configured from here on."""
+        fsspec.config.conf |= self.options(scheme)
+        return Storage(self.base(scheme))
+
+    def asked(self) -> int:
+        """How often bytes were asked for."""
+        return sum("bytes=" in request for request in self.requests)
+
     def next_fault(self, request: str) -> str:
         with self._lock:
             self.requests.append(request)
@@ -59,7 +75,7 @@ class WebServer(ThreadingHTTPServer):
         """Say nothing of clients that went away."""
 
 
-class _Handler(SimpleHTTPRequestHandler):
+class Handler(SimpleHTTPRequestHandler):
     server: WebServer
 
     def do_GET(self) -> None:
@@ -71,6 +87,10 @@ class _Handler(SimpleHTTPRequestHandler):
         if fault == "stall":
             self.server.released.wait()
             return
+        if fault == "late":
+            self.server.released.wait()
+        if fault == "release":
+            self.server.released.set()
         if "://" in fault:
             self.send_response(302)
             # `URI` is what servers sent once, and clients still follow
@@ -100,7 +120,8 @@ class _Handler(SimpleHTTPRequestHandler):
                 self.end_headers()
                 return
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+            begin = first + 1 if fault == "elsewhere" else first
+            self.send_header("Content-Range", f"bytes {begin}-{last}/{len(data)}")
             data = data[first : last + 1]
         else:
             self.send_response(200)
@@ -150,6 +171,9 @@ class _Handler(SimpleHTTPRequestHandler):
         """Keep the terminal free."""
 
 
+WebServer.handler = Handler
+
+
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nothing listens on.
 
@@ -166,8 +190,8 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def web_server(folder: Path) -> Iterator[WebServer]:
-    with WebServer(folder) as server:
+def web_server(folder: Path, kind: type[WebServer] = WebServer) -> Iterator[Any]:
+    with kind(folder) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

@@ -165,3 +165,58 @@ def first_half_alone(world):
 @pytest.mark.parametrize("compared", [2], indirect=True)
 def test_chunks_arrive_while_rows_are_added(compared):
     assert [answer["arrived"] for answer in compared] == [12, 12]
+
+
+# In any order of the slots, since a rank holds the images that are stored together.
+DEALT = ("ap_q", "fast_ap", "sup_ap", "simix", "smooth_ap", "contrastive")
+
+
+def dealt(size):
+    """The slot at each place: each rank has a random set of them, ascending."""
+    order = torch.empty(SLOTS, dtype=torch.int64)
+    mixed = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(5))
+    sizes = [len(range(rank, SLOTS, size)) for rank in range(size)]
+    for rank, slots in enumerate(mixed.split(sizes)):
+        order[rank::size] = slots.sort().values
+    return order
+
+
+def rank_dealt(world):
+    """Each loss of a batch whose slots rank r, r + W, ... has, or those at these places."""
+    answers = {}
+    order = dealt(world.size)
+    for case in ("left_out", "remembered"):
+        columns = (*CASES[case](), torch.arange(SLOTS))
+        for name in DEALT:
+            for mode in ("sharded", "central"):
+                loss = build_loss(name)
+                rankings = []
+                for slots in (None, order):
+                    rows = slice(world.rank, None, world.size)
+                    rows = rows if slots is None else slots[rows]
+                    with small_chunks():
+                        gathering = start_gathering(loss, world, SLOTS, mode, order=slots)
+                        gathering.add(*(column[rows] for column in columns))
+                        gathered = gathering.finish()
+                    if case == "remembered" and name != "simix":
+                        gathered = extended(gathered)
+                    ranking = rank_descriptors(loss, gathered, mode, counter=gathering.counter)
+                    gradient = torch.zeros(SLOTS, 6, dtype=torch.float64)
+                    gradient[rows] = ranking.gradient
+                    rankings.append((gathered.samples, ranking.loss, world.sum(gradient)))
+                answers[case, name, mode] = rankings
+    return answers
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def dealt_rankings(request):
+    return on_ranks(request.param, rank_dealt)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "central"])
+@pytest.mark.parametrize("loss", DEALT)
+@pytest.mark.parametrize("case", ["left_out", "remembered"])
+def test_the_ranks_may_hold_any_slots(dealt_rankings, case, loss, mode):
+    for answer in dealt_rankings:
+        for item, other in zip(*answer[case, loss, mode], strict=True):
+            torch.testing.assert_close(item, other, rtol=1e-11, atol=1e-15)

@@ -10,6 +10,7 @@ from problems import problem
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from raising import raises
 from ranks import on_ranks
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
 from distap.ranking.listwise import ListwiseLoss
@@ -88,21 +89,26 @@ def test_one_module_of_parameters_is_refused_for_several_dimensions():
     assert ListwiseLoss(Matryoshka(dimensions=(DIMENSIONS,), inner=module))(raw, labels).isfinite()
 
 
+MODES = [{"mode": "sharded"}, {"mode": "central"}, {"shard_classes": True}]
+
+
 def share_of_module(world):
     raw, labels = problem(3, 21, 5)
     own_rows = slice(7 * world.rank, 7 * world.rank + 7)
-    return [
-        backward(
-            module_of(name, group=dist.group.WORLD, mode=mode), raw[own_rows], labels[own_rows]
-        )
-        for name in SOFTMAX
-        for mode in ("sharded", "central")
-    ]
+    answers = []
+    for name in SOFTMAX:
+        for options in MODES:
+            module = module_of(name, group=dist.group.WORLD, **options)
+            value, gradient, by_proxies = backward(module, raw[own_rows], labels[own_rows])
+            if isinstance(by_proxies, DTensor):  # whose rows are on one rank each
+                by_proxies = by_proxies.full_tensor() / world.size
+            answers.append((value, gradient, by_proxies))
+    return answers
 
 
 def test_over_ranks_the_gradients_of_descriptors_and_of_proxies_are_summed():
     raw, labels = problem(3, 21, 5)
-    wholes = [backward(module_of(name), raw, labels) for name in SOFTMAX for _ in range(2)]
+    wholes = [backward(module_of(name), raw, labels) for name in SOFTMAX for _ in MODES]
     for whole, answers in zip(wholes, zip(*on_ranks(3, share_of_module), strict=True), strict=True):
         values, gradients, by_proxies = zip(*answers, strict=True)
         assert values == pytest.approx([whole[0]] * 3, rel=1e-12)

@@ -5,7 +5,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from definitions import built
+from definitions import OF_SETS, built
 from problems import problem, remembering, slots_of_ranks
 from ranks import on_ranks
 from torch.nn.functional import normalize
@@ -37,7 +37,7 @@ OTHERS = {
     "matryoshka of h_ap": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": "h_ap"}}),
     "csl of levels": build_loss("csl", tree=[[number // 3, number // 9] for number in range(18)]),
 }
-LOSSES = {name: built(name, 18, 6) for name in REGISTRY["loss"]}
+LOSSES = {name: built(name, 18, 6) for name in REGISTRY["loss"] if name not in OF_SETS}
 LOSSES |= {name: loss.sized(18, 6, 0) for name, loss in OTHERS.items()}
 for loss in LOSSES.values():
     if loss.learned is not None:

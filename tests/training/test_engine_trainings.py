@@ -16,6 +16,8 @@ from distap.training.prepared import prepare
 ENGINES = [
     {"engine": "ddp"},
     {"engine": "fsdp", "replay": {"size": 4, "keep": 2}, "step": {"fold_batchnorm": True}},
+    {"engine": {"name": "fsdp", "reshard": "pass"}, "step": {"fold_batchnorm": True}},
+    {"engine": {"name": "fsdp", "unit": "blocks", "within": "host"}, "ema": 0.9},
     *({"engine": {"name": "deepspeed", "stage": stage}} for stage in (1, 2, 3)),
 ]
 SETTINGS = {
@@ -65,9 +67,12 @@ def each_engine_takes_a_step(world, folder, shards):
 
 def with_less_precision(world, folder, shards):
     train_until(world, folder / "float32", shards, 3, evaluation={"every": 0})
-    for engine in ("ddp", "fsdp", "deepspeed"):
-        run = folder / engine
-        changes = {"precision": "bf16", "evaluation": {"every": 0}}
+    rounded = {"name": "fsdp", "gather": "bf16", "reshard": "pass"}
+    for name in ("ddp", "fsdp", "deepspeed", "bf16 gathers"):
+        run = folder / name
+        evaluation = {"every": 0 if name == "ddp" else 3, "precision": "bf16", "batch_size": 8}
+        engine = rounded if name == "bf16 gathers" else name
+        changes = {"precision": "bf16", "evaluation": evaluation}
         train_until(world, run, shards, 1, engine=engine, **changes)
         train_until(world, run, shards, 3, engine=engine, **changes)
 
@@ -101,7 +106,7 @@ def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_tr
 @pytest.mark.slow
 def test_every_engine_trains_in_half_precision_and_goes_on(folder):
     runs = [run for run in (folder / "precisions").iterdir() if run.name != "float32"]
-    assert len(runs) == 3
+    assert len(runs) == 4
     for run in runs:
         assert losses(run) == pytest.approx(losses(folder / "precisions/float32"), abs=0.03), (
             run.name

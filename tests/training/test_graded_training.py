@@ -75,10 +75,17 @@ def test_the_loss_of_a_graded_training_is_that_of_rank_on_any_number_of_ranks(tm
     assert second == pytest.approx(first, abs=1e-5) and len(second) == 3
 
 
-# which takes the tree of classes from the index
-@pytest.mark.parametrize("other", ["normalized_softmax", "csl"])
-def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_path, shards, other):
-    loss = {"h_ap": 0.9, other: 0.1}
+# The last one takes a family for a data set.
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"h_ap": 0.9, "normalized_softmax": 0.1},
+        {"h_ap": 0.9, "csl": 0.1},  # which takes the tree of classes from the index
+        {"within": {"inner": {"h_ap": 0.9, "csl": 0.1}}},
+    ],
+    ids=str,
+)
+def test_graded_and_other_losses_train_with_a_memory_of_levels(tmp_path, shards, loss):
     train(World(), tmp_path, shards, **GRADED | {"loss": loss, "memory": {"size": 40}})
     assert len(losses(tmp_path)) == 3
 

@@ -215,7 +215,8 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
         )
         again.network.load_state_dict(network.state_dict())
         again.learner.keep_average(0.5)
-        assert score_of(again.evaluate(SimpleNamespace(requested=False))) == score
+        figures = again.evaluate(SimpleNamespace(requested=False))
+        assert score_of(figures, again.recipe) == score
     best = found_checkpoint(tmp_path, best=True)
     assert best.manifest.score == max(scores[step] for step in (1, 2, 3, 4))
 

@@ -5,8 +5,10 @@ import signal
 
 import pytest
 import torch
+import yaml
+from launching import Program, output_of
 from raising import raises
-from servers import s3_files, s3_server
+from servers import s3_files, s3_server, web_server
 from small_trainings import losses, parameters, recipe, train
 
 from distap.apps.export.exporting import export_to_folder
@@ -129,6 +131,49 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
         train(World(), tmp_path / "local", training_shards, data=local, **changes)
         train(World(), tmp_path / "s3", training_shards, data=remote, **changes)
         assert losses(tmp_path / "s3") == losses(tmp_path / "local")
+
+
+def test_windows_and_a_cache_of_a_web_server_change_no_loss(tmp_path, training_shards):
+    sampling = {"name": "p_by_k", "classes": 4, "images": 3, "window": 2}
+    changes = {"steps": 8, "sampling": sampling, "data__image_size": 32, "data__workers": 1}
+    train(World(), tmp_path / "disk", training_shards, **changes)
+    with web_server(training_shards[0]) as server:
+        cache = {"folder": str(tmp_path / "cache"), "bytes": 10**7}
+        changes["data__train"] = server.url
+        train(World(), tmp_path / "http", training_shards, **changes)
+        changes["data__cache"] = cache
+        train(World(), tmp_path / "cached", training_shards, **changes)
+        settings = recipe(tmp_path / "stopped", training_shards, **changes)
+        assert stopped_in(Trainer(prepare(settings, World()), World()), 2) == RESTART
+        train(World(), tmp_path / "stopped", training_shards, **changes)
+    assert losses(tmp_path / "http") == losses(tmp_path / "disk")
+    assert losses(tmp_path / "cached") == losses(tmp_path / "disk")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "disk")
+    lines = [entry for entry in read_run_log(tmp_path / "cached") if "reading" in entry]
+    assert sum(line["reading"].get("cache_hits", 0) for line in lines) == 8 * 12
+
+
+def test_two_ranks_share_a_cache_from_the_command_line(tmp_path, training_shards):
+    sampling = {"name": "p_by_k", "classes": 4, "images": 3, "window": 2}
+    with web_server(training_shards[0]) as server:
+        cached = {"folder": str(tmp_path / "cache"), "bytes": 10**7}
+        disk = str(training_shards[0])
+        for name, train_on, cache in (("disk", disk, None), ("cached", server.url, cached)):
+            settings = recipe(
+                tmp_path / name,
+                [train_on],
+                steps=4,
+                sampling=sampling,
+                data__cache=cache,
+                data__workers=1,
+                timeout_seconds=60.0,
+            )
+            file = tmp_path / f"{name}.yaml"
+            file.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+            output_of(Program(("-m", "distap.cli", "train", str(file), "--ranks", "2")), tmp_path)
+    assert losses(tmp_path / "cached") == losses(tmp_path / "disk")
+    lines = [entry for entry in read_run_log(tmp_path / "cached") if "reading" in entry]
+    assert sum(line["reading"].get("cache_hits", 0) for line in lines) > 0
 
 
 def test_a_wrong_source_is_named_by_its_key(tmp_path):

@@ -2,16 +2,20 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from raising import raises
 from ranks import on_ranks
-from small_trainings import are_same, losses, parameters, train
+from safetensors import safe_open
+from small_trainings import are_same, losses, parameters, recipe, train
 from stores import found_checkpoint
+from torch.distributed.tensor import DTensor
 
 import distap
 from distap.ranking.losses.function import FunctionLoss
+from distap.training.prepared import prepare
 from distap.world import World
 
 OPTIMIZER = {"learning_rate": 1e-3, "loss": {"factor": 100.0, "weight_decay": 1e-4}}
@@ -78,6 +82,59 @@ def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path
         proxies, expected = (of_loss(tmp_path / run)["loss.network.proxies"] for run in (name, "1"))
         torch.testing.assert_close(proxies, expected, rtol=1e-4, atol=1e-5)
     assert losses(tmp_path / "1")[-1] < losses(tmp_path / "1")[0]
+
+
+# Of a loss with proxies, which ranks share out, and one with numbers that all ranks hold.
+SHARED_OUT = {
+    "loss": {"arc_face": 1.0, "sigmoid": 0.1},
+    "optimizer": DESCENT | {"momentum": 0.9, "loss": {"factor": 100.0, "weight_decay": 0.1}},
+    "rank": {"shard_classes": True},
+    "steps": 6,
+    "checkpoint": {"every": 2, "keep": 9},
+}
+
+
+def train_shared_out(world, run, shards):
+    train(world, run, shards, **SHARED_OUT)
+
+
+def test_a_training_goes_on_with_its_classes_on_other_numbers_of_ranks(tmp_path, training_shards):
+    train(World(), tmp_path / "whole", training_shards, **SHARED_OUT)
+    begun = tmp_path / "2"
+    on_ranks(2, train_shared_out, begun, training_shards)
+    for ranks, step in ((1, 2), (3, 4)):
+        checkpoint = Path("checkpoints") / f"step-{step:08d}"
+        resumed = tmp_path / str(ranks)
+        shutil.copytree(begun / checkpoint, resumed / checkpoint)
+        on_ranks(ranks, train_shared_out, resumed, training_shards)
+        begun = resumed
+    expected = of_loss(tmp_path / "whole")
+    assert [tensor.shape for tensor in expected.values()].count((12, 96)) == 2  # with momentum
+    for ranks, steps in ((2, 6), (1, 4), (3, 2)):
+        run = tmp_path / str(ranks)
+        assert losses(run) == pytest.approx(losses(tmp_path / "whole")[-steps:], abs=2e-5)
+        torch.testing.assert_close(of_loss(run), expected, rtol=1e-4, atol=1e-5)
+        # Each rank has written its part.
+        files = (run / "checkpoints/step-00000006").glob("*.safetensors")
+        held = [name for path in files for name in safe_open(path, "pt").keys()]  # noqa: SIM118
+        assert held.count("loss.network.0.proxies") == ranks
+
+
+def learned_by(world, run, shards, shard_classes):
+    settings = recipe(run, shards, loss="proxy_nca", rank={"shard_classes": shard_classes})
+    proxies = prepare(settings, world).step.stages.loss.learned["proxies"]
+    return isinstance(proxies, DTensor)
+
+
+def all_learned(world, run, shards):
+    held = [learned_by(world, run, shards, setting) for setting in (False, True, "auto")]
+    with patch("distap.training.build.MOST_WHOLE_CLASSES", 11):
+        return [*held, learned_by(world, run, shards, "auto")]
+
+
+def test_a_training_shares_out_proxies_of_many_classes_unless_it_is_told(tmp_path, training_shards):
+    for answer in on_ranks(2, all_learned, tmp_path, training_shards):
+        assert answer == [False, True, False, True]  # of 12 classes
 
 
 def test_a_number_of_classes_that_is_not_the_data_sets_is_refused(tmp_path, training_shards):

@@ -232,6 +232,7 @@ def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplo
         f"data        {training_shards[0]}: {images:,} images of {classes} classes",
         f"evaluation  {training_shards[1]}, before the first step and after the last",
         "device      cpu",
+        "engine      ddp",
         f"batch       25 images by random; an epoch is {images / 25:.3g} steps",
         f"run         {tmp_path}, from the start",
     ):

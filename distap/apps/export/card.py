@@ -17,6 +17,7 @@ from distap.config.recipe import NetworkRecipe
 from distap.errors import without_secrets
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.registry import SOURCES
+from distap.storage.locations import sets_in_words
 
 
 def model_card(
@@ -64,6 +65,7 @@ def model_card(
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         manifest=manifest,
         settings=settings,
+        trained_on=sets_in_words(settings["data"]["train"]),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
         loss=" + ".join(f"{weight:g} {term['name']}" for weight, term in terms),
         recipe=recipe,

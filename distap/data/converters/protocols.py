@@ -209,6 +209,16 @@ DATASETS["places"] = Dataset(
 # domains of UnED
 OF_THEMSELVES = ("cars", "sop", "inat", "food2k", "rp2k")
 OF_AN_INDEX = ("inshop", "met", "gldv2")
+TRAINED_BY_DOMAIN = {
+    "cars": Count(6_346, 78),
+    "sop": Count(48_942, 9_054),
+    "inshop": Count(20_897, 3_198),
+    "inat": Count(273_929, 4_552),
+    "met": Count(397_121, 224_408),
+    "gldv2": Count(1_422_914, 73_182),
+    "food2k": Count(472_349, 900),
+    "rp2k": Count(188_724, 1_074),
+}
 
 
 def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Images:
@@ -246,7 +256,10 @@ def _of_domains(
 
 
 DATASETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
-    _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),
+    *(
+        _of_domains(f"train-{name}", "train", (name,), count)
+        for name, count in TRAINED_BY_DOMAIN.items()
+    ),
     _of_domains("test", "test", OF_THEMSELVES, Count(225_636), truth=_by_classes),
     _of_domains("query", "test", OF_AN_INDEX, Count(16_350)),
     _of_domains("index", "index", OF_AN_INDEX, Count(1_171_490)),

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from distap.data.images.boxes import Box, Shape, central_square
+from distap.data.images.colour import VaryColours
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.errors import DistapError, suggestion
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 Transform = Callable[[EncodedImage], Tensor]
+Step = Callable[[Tensor], Tensor]  # of (3, height, width) uint8
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -31,8 +33,8 @@ class CropFlipColour:
     flip: Share = 0.5
     """Probability of a horizontal flip."""
     colour: Share = 0.0
-    """Strength of random changes of brightness, contrast and saturation. Hue would take longer than
-    all others."""
+    """Strength of random changes of brightness, contrast and saturation, all made in one pass. Hue
+    does not fit into it, and would take longer than all others."""
     grey: Share = 0.0
     """Probability of turning an image grey."""
 
@@ -43,13 +45,14 @@ class CropFlipColour:
         crop: v2.Transform = v2.CenterCrop(image_size)
         if self.crop < 1:
             crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0))
-        steps: list[v2.Transform] = []
+        steps: list[Step] = []
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
-        if self.colour:
-            steps.append(v2.ColorJitter(self.colour, self.colour, self.colour))
-        if self.grey:
-            steps.append(v2.RandomGrayscale(self.grey))
+        if self.colour or self.grey:
+            strengths = (self.colour,) * 3
+            steps.append(
+                VaryColours(v2.ColorJitter(*strengths) if self.colour else None, self.grey)
+            )
         return CropAndVary(image_size, crop, tuple(steps))
 
 
@@ -150,7 +153,7 @@ class CropAndVary:
     size: int  # of the result, pixels
     # None takes the whole image at its own size; CenterCrop the largest square, scaled
     first: "v2.Transform | None"
-    steps: "tuple[v2.Transform, ...]"
+    steps: tuple[Step, ...]
 
     def part(self, width: int, height: int) -> tuple[Box, Shape]:
         """Return the box to decode of an image of this size, and the shape to scale it to."""

@@ -37,6 +37,7 @@ MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 MAX_SCANS = 100
 MAX_SCANNED = 16
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+LARGEST_PROFILE = 2**20  # bytes of a colour profile; those in use have some kB
 ORIENTATION = 0x0112  # EXIF's tag
 # TIFF's tags
 TILE_WIDTH = 322
@@ -146,13 +147,20 @@ class EncodedImage:
         """Decode the whole image, upright and RGB."""
         return self.scaled(self.size[::-1])
 
-    def scaled(self, shape: Shape) -> Image.Image:
-        """Scale the whole upright image by Pillow.
+    @property
+    def profile(self) -> bytes | None:
+        """Return the file's colour profile; None if it has none that fits pixels in RGB."""
+        profile: bytes = self._image.info.get("icc_profile") or b""
+        fits = profile[16:20] == b"RGB " and len(profile) <= LARGEST_PROFILE
+        return profile if fits else None
+
+    def scaled(self, shape: Shape, box: Box | None = None) -> Image.Image:
+        """Scale the upright image, or its part in a box, by Pillow.
 
         This nearly gives the pixels of `crop`, and loads no torch.
         """
-        whole = Image.fromarray(self._decoded((0, 0, *self.size), shape))
-        return whole.resize(shape[::-1], Image.Resampling.BILINEAR)
+        part = Image.fromarray(self._decoded(box or (0, 0, *self.size), shape))
+        return part.resize(shape[::-1], Image.Resampling.BILINEAR)
 
     def crop(self, box: Box, shape: Shape) -> "Tensor":
         """Crop and scale a part of the upright image to (3, height, width) uint8.

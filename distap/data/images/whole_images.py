@@ -15,11 +15,12 @@ from distap.data.images.decoding import EncodedImage
 from distap.data.shards.parallel import LONGEST_WAIT, in_processes
 from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
+from distap.storage.remotes import CONNECTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distap.data.loading.reader import ImageSet
+    from distap.data.loading.reader import ImageBytes, ImageSet
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 16  # batches whose pixels may wait for others of their shape, all shapes together
@@ -42,24 +43,39 @@ def sized_chunks(
     boxes: Mapping[int, Box],
     requests: Iterable[Sequence[int]],
     workers: int,
+    size: int,
+    most_requests: int = CONNECTIONS,
 ) -> Generator[SizedChunk]:
-    """Yield the images of each request in order.
+    """Yield the images of each request, of at most `size` images, in order.
 
     One worker (or, with 0, this process) reads all images of a request. `boxes` are the parts of
-    images to take; other images are taken whole.
+    images to take; other images are taken whole. A worker has at most `most_requests` requests to a
+    store under way.
     """
-    read = partial(_chunk, images, sizing, boxes)
-    return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
+    return in_processes(
+        partial(_chunk, images, sizing, boxes),
+        requests,
+        workers,
+        PREFETCH,
+        LONGEST_WAIT,
+        lends=True,
+        fetch=images.fetching(partial(images.files, requests=most_requests), size, most_requests),
+    )
 
 
 def _chunk(
-    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: Sequence[int]
+    images: "ImageSet",
+    sizing: Sizing,
+    boxes: Mapping[int, Box],
+    samples: Sequence[int],
+    files: "Sequence[ImageBytes] | None" = None,
 ) -> SizedChunk:
     present = dict[int, NDArray[np.uint8]]()
     damaged = dict[int, str]()
-    for sample in samples:
+    for row, sample in enumerate(samples):
+        file = None if files is None else files[row]
         try:
-            present[sample] = sizing(images.encoded(sample), boxes.get(sample)).numpy()
+            present[sample] = sizing(images.encoded(sample, file), boxes.get(sample)).numpy()
         except DamagedImageError as error:
             damaged[sample] = str(error)
     return SizedChunk(list(present), list(present.values()), damaged)

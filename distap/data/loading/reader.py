@@ -1,16 +1,15 @@
-"""Open a data set, read its images by number, each by its offset in the shards, and check all.
+"""Open a data set and read its images by number, each by its offset in the shards.
 
 It imports no torch.
 """
 
-import hashlib
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,16 +17,26 @@ from distap.data.images.damage import DamagedImageError
 from distap.data.images.decoding import EncodedImage
 from distap.data.labels import Texts
 from distap.data.map_style import DatasetRows, rows_behind
-from distap.data.plan import Numbers
-from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import DataSet, Index, index_of_folder, load_index
-from distap.data.shards.indexing import Packed
-from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.shard_names import shard_names
+from distap.data.shards.parallel import Fetch
 from distap.errors import DistapError
+from distap.randomness import Numbers
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, parse_source
-from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.storage.locations import parse_source
+from distap.storage.ranges import Range
+from distap.storage.remotes import CONNECTIONS, UnreachableError
+
+HELD_BYTES = 2**28  # of images that a worker has read ahead
+ImageBytes = bytes | DamagedImageError  # an image's file, or why it cannot be used
+
+
+class Shard(NamedTuple):
+    """A file that holds images of a set, and what the index says of it."""
+
+    storage: Storage
+    name: str
+    size: int  # bytes
+    sha256: str
 
 
 class ImageSet:
@@ -60,34 +69,102 @@ class ImageSet:
         """Return (N,) the name of each image's class, "" for none."""
         return self.index.class_name[self.index.label]
 
-    def encoded(self, sample: int) -> EncodedImage:
-        """Return an image's file, not decoded yet.
+    def encoded(self, sample: int, file: ImageBytes | None = None) -> EncodedImage:
+        """Return an image, not decoded yet; `file` is what `files` has read of it.
 
         Raises:
             DamagedImageError: its bytes have changed, or are no image.
         """
-        return EncodedImage(self.data(sample), name=self.where(sample))
+        if file is None:
+            file = self.data(sample)
+        if isinstance(file, DamagedImageError):
+            raise file
+        return EncodedImage(file, name=self.where(sample))
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
+        [file] = self.files([sample])
+        if isinstance(file, DamagedImageError):
+            raise file
+        return file
+
+    def files(self, samples: Sequence[int], requests: int = CONNECTIONS) -> list[ImageBytes]:
+        """Return the encoded bytes of each image, checked against the index, or how it is damaged.
+
+        A store is asked for all of them at once, by up to `requests` requests.
+        """
+        if self.source.kind != "shards" or not isinstance(self.storage, Storage):
+            return [self._file_alone(sample) for sample in samples]
+        ranges = [self.range(sample) for sample in samples]
+        files = self.storage.read_many(ranges, requests)
+        return [self._checked(*read) for read in zip(samples, ranges, files, strict=True)]
+
+    def fetching(self, files: Callable[[Any], Any], count: int, requests: int) -> Fetch | None:
+        """Return how `files`, which reads `count` images, is called ahead of decoding them.
+
+        A data set in Python is not read by several threads.
+        """
+        if isinstance(self.storage, DatasetRows):
+            return None
+        return Fetch(files, self.ahead(count, requests))
+
+    def ahead(self, count: int, requests: int) -> int:
+        """Return how often `count` images are read ahead of decoding them.
+
+        A store is sent `requests` requests at a time in all, as far as memory suffices.
+        """
+        if not self.source.scheme:
+            return 1
+        held = max(1, HELD_BYTES // (count * int(self.index.size.mean() + 1)))
+        return min(-(-requests // count), held)
+
+    def drained(self) -> Counter[str]:
+        """Return what reading has cost since the last call; see `Storage.meter`."""
+        return self.storage.drained()
+
+    @property
+    def shards(self) -> int:
+        """Return the number of shards, up to the last one with images; 1 if there are none."""
+        return len(self.index.classes.spread)
+
+    def shard(self, number: int) -> Shard:
+        """Return a shard by its number."""
+        index = self.index
+        assert isinstance(self.storage, Storage)
+        return Shard(
+            self.storage,
+            str(index.shard_name[number]),
+            int(index.shard_size[number]),
+            str(index.shard_sha256[number]),
+        )
+
+    def range(self, sample: int) -> Range:
+        """Return where an image lies."""
         index = self.index
         shard = str(index.shard_name[index.shard[sample]])
-        read = partial(self.storage.read, shard, int(index.offset[sample]), int(index.size[sample]))
+        return Range(shard, int(index.offset[sample]), int(index.size[sample]))
+
+    def _checked(self, sample: int, place: Range, data: bytes) -> ImageBytes:
+        damage = self.damage(sample, data)
+        if damage and self.source.scheme and isinstance(self.storage, Storage):
+            # A network may have changed the bytes on their way: read them once more.
+            self.storage.count(retries=1)
+            data = self.storage.read(*place)
+            damage = self.damage(sample, data)
+        return damage or data
+
+    def _file_alone(self, sample: int) -> ImageBytes:
+        """Return the bytes of an image that is a file or a row of its own."""
+        place = self.range(sample)
         try:
-            data = read()
+            return self._checked(sample, place, self.storage.read(*place))
+        except DamagedImageError as error:
+            return error
         except DistapError as error:
             # A file that is gone or may not be read is damage, unless the disk itself fails.
             if self.source.kind != "imagefolder" or isinstance(error, UnreachableError):
                 raise
-            raise DamagedImageError("decode_error", str(error)) from error
-        if self.source.scheme and self._damage(sample, data):
-            # A network may have changed the bytes on their way: read them once more.
-            self.storage.meter["retries"] += 1
-            data = read()
-        damage = self._damage(sample, data)
-        if damage:
-            raise damage
-        return data
+            return DamagedImageError("decode_error", str(error))
 
     def where(self, sample: int) -> str:
         """Return shard and name of a sample, for messages."""
@@ -97,7 +174,8 @@ class ImageSet:
         name = self.index.names[sample]
         return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
 
-    def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
+    def damage(self, sample: int, data: bytes) -> DamagedImageError | None:
+        """Return how the bytes of an image differ from the index, if they do."""
         size = int(self.index.size[sample])
         if len(data) < size:
             return DamagedImageError("truncated", f"{len(data)} bytes of {size}")
@@ -121,37 +199,6 @@ def open_images(source: DataSet) -> ImageSet:
     return ImageSet(source, load_index(source))
 
 
-def check(source: DataSet, workers: int = 1, track: Track = untracked) -> Packed:
-    """Read every byte of a data set's shards; return its index and all damage.
-
-    The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and
-    the whole image is decoded. Reasons begin with shard_missing, shard_unreadable, shard_size,
-    shard_sha256, shard_not_indexed, or that of a DamagedImageError.
-    """
-    source = parse_source(source)
-    if source.kind in ("hf", "given"):
-        raise DistapError(
-            "data.no_files",
-            f"{source}: there are no files of ours to check, such as shards or a folder of images",
-        )
-    index = load_index(source, compare=False)
-    order = np.lexsort((index.offset, index.shard))
-    counts = np.bincount(index.shard, minlength=len(index.shard_name))
-    jobs = list(enumerate(np.split(order, np.cumsum(counts)[:-1])))
-    check_shard = partial(_check_shard, ImageSet(source, index))
-    damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
-    if source.kind == "shards" and source.scheme in LISTABLE:
-        with suppress(DistapError):  # not one shard is left, which is reported for each
-            names = shard_names(source, Storage(source.base))
-            reason = (
-                "shard_not_indexed: the index does not have it, so its images are not read:"
-                " `distap data index` reads it"
-            )
-            unknown = sorted(set(names) - set(index.shard_name.tolist()))
-            damaged += [Skipped(name, reason) for name in unknown]
-    return index, damaged
-
-
 def same_bytes(index: Index) -> Numbers:
     """Return (n, 2) pairs of samples with the same image size in bytes and CRC-32.
 
@@ -165,52 +212,3 @@ def same_bytes(index: Index) -> Numbers:
     second = order[1:]
     same = (index.crc32[first] == index.crc32[second]) & (index.size[first] == index.size[second])
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
-
-
-def _check_shard(images: ImageSet, job: tuple[int, Numbers]) -> list[Skipped]:
-    """Decode the images of a shard, and compare its bytes with the index.
-
-    `job` is the number of the shard and those of its images.
-    """
-    shard, samples = job
-    storage = images.storage
-    assert isinstance(storage, Storage)
-    name = str(images.index.shard_name[shard])
-    damaged = list[Skipped]()
-    try:
-        size = storage.size(name)
-        damaged.extend(_damaged_images(images, samples))
-        reason = _why_shard_differs(images.index, shard, storage, size, has_damage=bool(damaged))
-    except MissingFileError:
-        reason = f"shard_missing: there is no such file; {len(samples)} images were in it"
-    except DistapError as error:
-        reason = (
-            f"shard_unreadable: {error}; some of its {len(samples)} images could not be checked"
-        )
-    return [Skipped(name, reason), *damaged] if reason else damaged
-
-
-def _damaged_images(images: ImageSet, samples: Numbers) -> Iterator[Skipped]:
-    for sample in samples.tolist():
-        try:
-            images.encoded(sample).whole()
-        except DamagedImageError as error:
-            yield Skipped(images.where(sample), str(error))
-
-
-def _why_shard_differs(
-    index: Index, shard: int, storage: Storage, size: int, has_damage: bool
-) -> str:
-    """Return how a shard of `size` bytes differs from the index; "" if it does not."""
-    indexed_size = index.shard_size[shard]
-    if size != indexed_size:
-        return f"shard_size: {size} bytes, but {indexed_size} when it was indexed"
-    sha256 = index.shard_sha256[shard]
-    if sha256:
-        with storage.open(str(index.shard_name[shard])) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:  # type: ignore[arg-type]
-                changed = "no image, but the data around them, such as labels"
-                if has_damage:
-                    changed = "images"
-                return f"shard_sha256: it has changed since it was indexed: {changed}"
-    return ""

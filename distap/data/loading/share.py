@@ -6,11 +6,11 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from distap.data.images.augmentation import Transform, seeded
 from distap.data.images.damage import DamagedImageError, NoReaderError
 from distap.data.images.decoding import EncodedImage
+from distap.data.joined import MixedIndex
+from distap.data.mixing import Weight
 from distap.data.plan import Sampling
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
@@ -28,43 +30,64 @@ from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
+from distap.storage.cache import CacheSettings
 from distap.storage.locations import Source
+from distap.storage.remotes import CONNECTIONS
 from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
 NO_SAMPLE = -1
 
 
+# Share of the steps from which each holds (the first from 0), width and height of pixels, and the
+# transform.
+Sizes = tuple[tuple[float, int, Transform], ...]
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """Several data sets to train on."""
+
+    sources: Mapping[str, Source]  # by the names of the sets
+    weights: Mapping[str, Weight]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {source}" for name, source in self.sources.items())
+
+
 @dataclass(frozen=True)
 class LoadingJob:
     """Settings by which a training reads images, copied into its loader workers."""
 
-    source: Source
+    source: Source | MixedSource
     sampling: Sampling
     seed: int
-    # Share of the steps from which each holds (the first from 0), width and height of pixels, and
-    # the transform.
-    sizes: tuple[tuple[float, int, Transform], ...]
+    sizes: Sizes
     steps: int = 0  # of the whole training
     dimensions: int | None = None  # of descriptors, if they stand for pixels
     # images that a worker hands over at once; best as many as the network asks for at once
     chunk: int = 16
     workers: int = 0  # processes that read; 0 reads in the rank itself
     prefetch: int = 2  # chunks that each worker reads ahead
+    requests: int = CONNECTIONS  # to a store that a worker has under way
+    cache: CacheSettings | None = None  # of shards on this host's disk
     longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
+    own_sizes: Mapping[str, Sizes] = field(default_factory=dict)  # of sets with other transforms
 
-    def at(self, step: int) -> tuple[int, Transform]:
-        """Return width and height of a step's pixels, and the transform to them."""
+    def at(self, step: int, name: str = "") -> tuple[int, Transform]:
+        """Return width and height of a step's pixels, and the transform of a set to them."""
         return next(
             (size, transform)
-            for share, size, transform in self.sizes[::-1]
+            for share, size, transform in self.own_sizes.get(name, self.sizes)[::-1]
             if step >= round(share * self.steps)
         )
 
-    def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
-        """Augment an image, to (3, size, size) uint8, by the randomness of (seed, step, slot)."""
-        return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
+    def augmented(self, image: EncodedImage, step: int, slot: int, name: str = "") -> Tensor:
+        """Augment an image of a set, to (3, size, size) uint8, by the randomness of (seed, step,
+        slot).
+        """
+        return seeded(self.at(step, name)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
 def failure(where: str, error: DamagedImageError) -> Skipped:
@@ -120,7 +143,9 @@ class HeldPixels:
         if pixels.shape[1:] != self.pixels.shape[1:]:
             shape = (len(self.pixels), *pixels.shape[1:])
             self.pixels = self._whole.view(-1)[: math.prod(shape)].view(shape)
-        self.pixels[start : start + len(pixels)] = pixels
+        # By numpy: torch would wake all its threads for a copy, which then spin for a while and
+        # take the cores from the loader workers.
+        self.pixels[start : start + len(pixels)].numpy()[:] = pixels.numpy()
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """Return stored rows, valid until the next share is read."""
@@ -155,9 +180,11 @@ class ShareOfBatch:
         held: HeldPixels,
         chunks: Iterator[Chunk],
         stopwatch: Stopwatch,
+        order: Tensor | None = None,
     ) -> None:
         self.step = step
         self.total = total
+        self.order = order
         self.held = held
         self._chunks = chunks
         self._stopwatch = stopwatch
@@ -204,19 +231,37 @@ class TrainingImages(ABC):
 
     fingerprint: str  # a hash that stands for the data set in the state of a run
     order: int  # version of the way in which batches are drawn, which a run keeps
-    index: Index | None  # of the data set; None without one
+    index: Index | MixedIndex | None  # of the data set; None without one
+    keeps_shards: ClassVar[bool] = False  # whether it can keep shards in a cache
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
+        if job.cache is not None and not self.keeps_shards:
+            raise DistapError(
+                "data.no_cache",
+                f"data.cache is for shards with an index; {job.source} is read without one: leave"
+                " it out, or set data.reading: indexed",
+            )
         self.job = job
         self.world = world
         self.stopwatch = stopwatch
         self.size = job.sampling.size  # B, images of a global batch
-        self.slots = world.slots(self.size)
+        self.places = world.slots(self.size)  # of this rank's images in an exchange
         self._held: HeldPixels | None = None
 
     @abstractmethod
     def chunks(self, steps: range) -> Generator[Chunk]:
         """Yield this rank's images of the batches of `steps`, a chunk at a time, in order."""
+
+    def dealt(self, step: int) -> NDArray[np.int64] | None:
+        """Return (B,) the slot at each place of an exchange; None: the place itself."""
+        return None
+
+    def slots(self, step: int) -> Sequence[int]:
+        """Return this rank's slots of a step's batch, ascending."""
+        order = self.dealt(step)
+        if order is None:
+            return self.places
+        return [int(slot) for slot in order[self.places.start :: self.places.step]]
 
     def shares(self, steps: range, length: int | None = None) -> Generator[ShareOfBatch]:
         """Return this rank's shares of each step's batch; use one up before taking the next.
@@ -228,11 +273,11 @@ class TrainingImages(ABC):
         """
         job = self.job = replace(self.job, steps=length or steps.stop)
         if self._held is None:
-            shape: tuple[int, ...] = (len(self.slots), job.dimensions or 0)
+            shape: tuple[int, ...] = (len(self.places), job.dimensions or 0)
             dtype = torch.float32
             if job.dimensions is None:
                 size = max(size for _, size, _ in job.sizes)
-                shape = (len(self.slots), 3, size, size)
+                shape = (len(self.places), 3, size, size)
                 dtype = torch.uint8
             on_gpu = self.world.device.type == "cuda"
             self._held = HeldPixels(job.pixels, shape, dtype, pinned=on_gpu)
@@ -241,4 +286,13 @@ class TrainingImages(ABC):
     def _read(self, steps: range, held: HeldPixels) -> Generator[ShareOfBatch]:
         with closing(self.chunks(steps)) as chunks:
             for step in steps:
-                yield ShareOfBatch(step, self.size, len(self.slots), held, chunks, self.stopwatch)
+                order = self.dealt(step)
+                yield ShareOfBatch(
+                    step,
+                    self.size,
+                    len(self.places),
+                    held,
+                    chunks,
+                    self.stopwatch,
+                    order=None if order is None else torch.from_numpy(order),
+                )

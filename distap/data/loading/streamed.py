@@ -42,11 +42,13 @@ from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage
+from distap.storage.locations import Source
 from distap.world import World
 
-# first words of random keys; no two uses share one
-SHARD_ORDER = 18
-WITHIN_SHARD = 19
+STREAMED_VERSION = 1001  # of the order of images, unlike all of PLAN_VERSION
+# First words of random keys; no two uses share one.
+SHARD_ORDER = 24
+WITHIN_SHARD = 25
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Candidate = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
@@ -77,9 +79,11 @@ class StreamedImages(TrainingImages):
     ) -> None:
         super().__init__(job, world, stopwatch)
         self._source = source
-        self._storage = Storage(job.source.base)
-        self._names = shard_names(job.source, self._storage)
-        check_numbering(job.source, self._storage, self._names, warns=world.rank == 0)
+        shards_of = job.source
+        assert isinstance(shards_of, Source)  # a recipe of several sets is refused
+        self._storage = Storage(shards_of.base)
+        self._names = shard_names(shards_of, self._storage)
+        check_numbering(shards_of, self._storage, self._names, warns=world.rank == 0)
         shards = len(self._names)
         ranks = world.size
         if shards < ranks:
@@ -93,15 +97,16 @@ class StreamedImages(TrainingImages):
         self.fingerprint = hashlib.sha256(
             "\0".join(self._names).encode(errors="backslashreplace")
         ).hexdigest()
-        self.order = 3
+        self.order = STREAMED_VERSION
         self.index = None
         with suppress(DistapError):
-            self.index = load_index(job.source, compare=False)
+            self.index = load_index(shards_of, compare=False)
 
     def chunks(self, steps: range) -> Generator[Chunk]:
         job = self.job
         chunks = [
-            self.slots[start : start + job.chunk] for start in range(0, len(self.slots), job.chunk)
+            self.places[start : start + job.chunk]
+            for start in range(0, len(self.places), job.chunk)
         ]
         shards = list(enumerate(self._names))
         distance = len(self._streams) * self.world.size
@@ -179,7 +184,7 @@ class Stream:
                 drawing = random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, number))
                 mixed = webdataset.shuffle(self.shuffle, initial=self.shuffle, rng=drawing)
                 length = self.storage.size(name)
-                with self.storage.open(name) as file:
+                with self.storage.open(name, length) as file:
                     for key, members in mixed(read_groups(file, length, self.storage.where(name))):
                         yield f"{name}:{key}", key, members
             yield None
@@ -203,8 +208,7 @@ def _chunk(streams: list[Stream], chunks: list[range], number: int) -> Chunk:
                 rows.append((pixels, _number(name), label, name))
                 break
     images, samples, labels, names = map(list, zip(*rows, strict=True))
-    traffic = stream.storage.meter.copy()
-    stream.storage.meter.clear()
+    traffic = stream.storage.drained()
     return Chunk(np.stack(images), samples, np.array(labels), names, failures, traffic)
 
 

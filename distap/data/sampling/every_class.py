@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
-from distap.data.plan import Classes, Numbers, Samples, in_turn
+from distap.data.plan import Classes, Samples
 from distap.data.sampling.random_images import RandomSampling
+from distap.data.turns import Turn, in_turn
 from distap.errors import DistapError
-from distap.randomness import permutation
+from distap.randomness import Numbers, permutation
 
 # First words of random keys; no two uses share one.
 TURN = 14
@@ -25,7 +27,10 @@ class ClassesSampling(RandomSampling):
     again. B is at least twice the number of classes.
     """
 
+    may_vary: ClassVar[bool] = False  # for what a class gave before follows from the step alone
+
     def check(self, data: Classes) -> None:
+        self.refuse_window("`classes` takes some of every class in every batch, from every shard")
         needed = 2 * data.count
         if self.batch_size < needed:
             raise DistapError(
@@ -35,7 +40,8 @@ class ClassesSampling(RandomSampling):
             )
         super().check(data)
 
-    def batch(self, data: Classes, seed: int, step: int) -> Samples:
+    def part(self, data: Classes, seed: int, turn: Turn) -> Samples:
+        step = turn.batch
         level, larger = _shares(data, self.batch_size)
         takes = np.minimum(data.sizes, level)
         starts = step * takes
@@ -56,7 +62,7 @@ class ClassesSampling(RandomSampling):
         return data.nth(np.repeat(labels, takes), places)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def _shares(data: Classes, total: int) -> tuple[int, Numbers]:
     """Return how many of `total` images each class gives, at most, and the classes with more."""
     sizes = np.sort(data.sizes)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import PositiveInt
 
-from distap.data.plan import Classes, Samples, turns
+from distap.data.plan import Classes, Samples
 from distap.data.sampling.random_images import TwoOrMore
-from distap.data.sampling.some_of_each import CLASSES, SomeOfEach
+from distap.data.sampling.some_of_each import SomeOfEach
+from distap.data.turns import Turn, turns
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,19 @@ class MinedSampling(SomeOfEach):
     every: PositiveInt = 100
     """Number of steps after which the training describes its images again."""
 
-    def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) sample numbers, class by class.
+    def check(self, data: Classes) -> None:
+        self.refuse_window("`mined` takes classes that look alike, from any shard")
+        super().check(data)
+
+    def part(self, data: Classes, seed: int, turn: Turn) -> Samples:
+        """Return the sample numbers of the classes whose turn it is, class by class.
 
         They are those of p_by_k until the images are described.
         """
         usable = data.with_pairs
         nearest = np.arange(data.count)[:, None] if data.nearest is None else data.nearest
-        groups = -(-self.classes // nearest.shape[1])
-        places = turns(len(usable), groups, step, CLASSES, seed)
+        groups = -(-turn.longest // nearest.shape[1])
+        of_groups = Turn(turn.batch, turn.batch * groups, groups, groups)
+        places = turns(len(usable), of_groups, self.words, seed)
         order = (nearest[usable[chosen]].reshape(-1) for chosen in places)
-        return self.draw(data, order, seed, step)
+        return self.draw(data, order, seed, turn.batch, total=turn.takes * self.images)

@@ -6,9 +6,12 @@ from itertools import count
 
 import numpy as np
 
-from distap.data.plan import Classes, Samples, turns
+from distap.data.plan import Classes, Samples
 from distap.data.sampling.every_class import ClassesSampling
-from distap.data.sampling.some_of_each import CLASSES, SomeOfEach
+from distap.data.sampling.in_turns import windows_of_classes
+from distap.data.sampling.some_of_each import SomeOfEach
+from distap.data.turns import Turn, turns
+from distap.data.windows import Windows
 from distap.errors import DistapError
 from distap.randomness import permutation
 
@@ -38,26 +41,33 @@ class PByKSampling(SomeOfEach):
                 f"sampling.balance is {self.balance}; the index has {levels} levels of coarser"
                 " classes",
             )
+        if self.balance is not None:
+            self.refuse_window("sampling.balance takes the classes of a batch from all shards")
         super().check(data)
 
-    def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) sample numbers, class by class."""
+    def part(self, data: Classes, seed: int, turn: Turn) -> Samples:
+        """Return the sample numbers of the classes whose turn it is, class by class."""
         usable = data.with_pairs
         if self.balance is None:
-            places = turns(len(usable), self.classes, step, CLASSES, seed)
+            windows = self.windows(data)
+            places = turns(len(usable), turn, self.words, seed, windows=windows)
         else:
             # The classes of this level share out the P classes as classes share out the images of a
             # batch.
             level = _of_level(data, self.balance)
-            evenly = ClassesSampling(self.classes)
+            evenly = ClassesSampling(turn.longest)
             places = (
-                evenly.batch(level, seed, turn)[permutation(self.classes, MIXED, seed, turn)]
-                for turn in count(step)
+                evenly.batch(level, seed, batch)[permutation(turn.longest, MIXED, seed, batch)]
+                for batch in count(turn.batch)
             )
-        return self.draw(data, (usable[chosen] for chosen in places), seed, step)
+        order = (usable[chosen] for chosen in places)
+        return self.draw(data, order, seed, turn.batch, total=turn.takes * self.images)
+
+    def windows(self, data: Classes) -> Windows | None:
+        return windows_of_classes(data, self.window)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def _of_level(data: Classes, level: int) -> Classes:
     """Return the classes with two or more samples as the samples of their coarser classes."""
     numbers = data.numbers[data.with_pairs, level]

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from pydantic import PositiveInt
 
-from distap.data.plan import FILLED_VERSION, PLAN_VERSION, Classes, Numbers, Samples
+from distap.data.plan import Classes, Samples
+from distap.data.sampling.in_turns import InTurns
 from distap.data.sampling.random_images import TwoOrMore
 from distap.errors import DistapError
-from distap.randomness import permutation, shuffled
+from distap.randomness import Numbers, permutation, shuffled
 
 # First words of random keys; no two uses share one. Another module draws the classes.
 CLASSES = 18
@@ -18,7 +20,7 @@ COMPANY = 20
 
 
 @dataclass(frozen=True)
-class SomeOfEach:
+class SomeOfEach(InTurns):
     """Take P classes and K images of each."""
 
     classes: PositiveInt = 64
@@ -26,20 +28,23 @@ class SomeOfEach:
     images: TwoOrMore = 4
     """Number K of images of each class."""
 
+    unit: ClassVar[str] = "classes"
+    words: ClassVar[int] = CLASSES
+
     @property
     def size(self) -> int:
         return self.classes * self.images
-
-    def version(self, data: Classes) -> int:
-        """Return the version of the plan, which changed where a class is cut to fill a batch up."""
-        return FILLED_VERSION if (data.sizes[data.with_pairs] < self.images).any() else PLAN_VERSION
 
     @property
     def demand(self) -> str:
         """The images of a batch in words, for messages."""
         return f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch"
 
+    def most_units(self, data: Classes) -> int:
+        return data.most(self.images)
+
     def check(self, data: Classes) -> None:
+        self.require_shards(data)
         usable = len(data.with_pairs)
         if self.classes > usable:
             raise DistapError(
@@ -68,8 +73,8 @@ class SomeOfEach:
         order: Iterator[Numbers],
         seed: int,
         step: int,
+        total: int,
         pool: Numbers | None = None,
-        total: int | None = None,
     ) -> Samples:
         """Return (total,) up to K random samples per class, in the order of turns.
 
@@ -77,11 +82,10 @@ class SomeOfEach:
 
         Args:
             order: yields the numbers of the next classes, without end.
+            total: number of samples.
             pool: classes that may be drawn in place of others; by default all with two samples.
-            total: number of samples; by default B.
         """
         pool = data.with_pairs if pool is None else pool
-        total = total or self.size
         needed = np.empty(0, dtype=np.int64)
         while data.available(needed, self.images) < total:
             longer = np.concatenate([needed, next(order)])

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distap.data.plan import Classes, Numbers, Samples, turns
+from distap.data.plan import Classes, Samples
 from distap.data.sampling.random_images import TwoOrMore
 from distap.data.sampling.some_of_each import SomeOfEach
+from distap.data.turns import Turn, turns
 from distap.errors import DistapError
-from distap.randomness import shuffled
+from distap.randomness import Numbers, shuffled
 
 # First words of random keys; no two uses share one.
 PAIRS = 16
@@ -37,6 +38,13 @@ class SuperPByKSampling(SomeOfEach):
     """Number P of classes in a global batch."""
 
     def check(self, data: Classes) -> None:
+        if self.classes < 2:  # of a set in a mixture
+            raise DistapError(
+                "sampling.too_small",
+                "super_p_by_k takes two classes or more, but sampling.classes leaves only"
+                f" {self.classes} for this data set",
+            )
+        self.refuse_window("`super_p_by_k` goes through each super-category at a pace of its own")
         groups, pairs = _super_categories(data, self.images, self.size)
         without = len(data.with_pairs) - sum(len(group.members) for group in groups)
         if without or len(groups) < 2:
@@ -66,28 +74,30 @@ class SuperPByKSampling(SomeOfEach):
                     " even number",
                 )
 
-    def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) sample numbers, class by class, one super-category after the other."""
-        groups, pairs = _super_categories(data, self.images, self.size)
-        # An epoch goes through all pairs in an order of its own; this step has the pair at place
-        # `turn`, and only the places up to it are drawn.
-        epoch, turn = divmod(step, len(pairs))
-        order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
+    def part(self, data: Classes, seed: int, turn: Turn) -> Samples:
+        """Return the sample numbers of the classes whose turn it is, class by class, one
+        super-category after the other.
+        """
+        groups, pairs = _super_categories(data, self.images, turn.longest * self.images)
+        # An epoch goes through all pairs in an order of its own; this batch has the pair at place
+        # `place`, and only the places up to it are drawn.
+        epoch, place = divmod(turn.batch, len(pairs))
+        order = shuffled(np.array([len(pairs)]), np.arange(place + 1)[None], PAIRS, seed, epoch)[0]
         before = pairs[order[:-1]]
         first, second = pairs[order[-1]].tolist()
 
         chosen = []
-        shares = _shares(self, groups[first], groups[second])
+        shares = _shares(self.of_units(turn.takes), groups[first], groups[second])
         for number, share in zip((first, second), shares, strict=True):
             members = groups[number].members
             # A super-category goes on with the next `cut` of its classes.
-            cut = min(-(-self.classes // 2), len(members))
+            cut = min(-(-turn.longest // 2), len(members))
             # The batches before this one that had this super-category: an epoch has all of its
             # pairs.
             past = int(epoch * np.sum(pairs == number) + np.sum(before == number))
-            places = turns(len(members), cut, past, GROUP, seed, number)
+            places = turns(len(members), Turn(past, past * cut, cut, cut), GROUP, seed, number)
             following = (members[classes] for classes in places)
-            chosen.append(self.draw(data, following, seed, step, pool=members, total=share))
+            chosen.append(self.draw(data, following, seed, turn.batch, total=share, pool=members))
         return np.concatenate(chosen)
 
 
@@ -102,7 +112,7 @@ class _SuperCategory(NamedTuple):
         return 2 <= share <= self.available and (self.has_three or share % 2 == 0)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def _super_categories(
     data: Classes, images: int, size: int
 ) -> tuple[list[_SuperCategory], Numbers]:

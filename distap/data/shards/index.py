@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.labels import Texts, nesting, table_of_levels
 from distap.data.map_style import rows_behind
-from distap.data.plan import Classes, Numbers
+from distap.data.plan import Classes
 from distap.data.shards.image_files import (
     ImageFile,
     levels_of_each_class,
@@ -29,7 +29,7 @@ from distap.data.shards.image_files import (
 )
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
-from distap.randomness import permutation
+from distap.randomness import Numbers, permutation
 from distap.storage.columns import Buffer, columns_file, read_columns
 from distap.storage.files import Storage
 from distap.storage.locations import Source, parse_source, safe_name
@@ -42,6 +42,16 @@ DataSet = Source | Path | str  # as `parse_source` takes it
 INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 THREADS = 16  # remote shards whose sizes are requested at once
+
+
+class Scaling(NamedTuple):
+    """How images were scaled down before they were packed."""
+
+    shorter_side: int  # pixels, of images that had more
+    jpeg_quality: int  # of these images, 1 to 100
+
+    def __str__(self) -> str:
+        return f"scaled to a shorter side of {self[0]} pixels at most, JPEG quality {self[1]}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Index:
     # (K, L - 1) names of the coarser classes that hold each, finer first; "" for none
     class_levels: Texts
     left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
+    scaling: Scaling | None = None  # None: images were packed byte for byte, as far as is known
 
     def __len__(self) -> int:
         return len(self.label)
@@ -88,8 +99,9 @@ class Index:
 
     @cached_property
     def classes(self) -> Classes:
-        """Return the samples by class, for the plan of batches."""
-        return Classes(self.label, self.class_levels)
+        """Return the samples by class; those that are a file each are in no shards."""
+        shards = self.shard if len(self.shard_name) < len(self) else None
+        return Classes(self.label, self.class_levels, shards=shards)
 
     def of_classes(self, begin: float, end: float) -> "Index":
         """Return the images of a part of the classes, from share `begin` to share `end` of them.
@@ -114,24 +126,11 @@ class Index:
         """Write the index atomically next to the shards of its source."""
         source = parse_source(source)
         columns = {column: getattr(self, column) for column in COLUMNS}
+        if self.scaling:
+            columns["scaling"] = np.array(self.scaling)
         Storage(source.base).write(
             source.index_name, columns_file(version=np.array(INDEX_VERSION), **columns)
         )
-
-
-def statistics(index: Index) -> dict[str, Any]:
-    """Count a data set's images, classes, bytes and left-out files, ready for JSON."""
-    sizes = index.classes.sizes
-    return {
-        "images": len(index),
-        "classes": len(sizes),
-        "classes_of_one_image": int((sizes == 1).sum()),  # which is never a query
-        "images_a_class_min": int(sizes.min()),
-        "images_a_class_median": float(np.median(sizes)),
-        "images_a_class_max": int(sizes.max()),
-        "bytes": int(index.size.sum()),  # of the images; the shards hold headers and labels besides
-        "left_out": len(index.left_out),
-    }
 
 
 # The columns by name, with their types as `read_columns` takes them.
@@ -166,8 +165,11 @@ def parse_index(data: Buffer, where: str) -> Index:
                 "data.old_index",
                 f"{where}: version {version} of the index, expected {INDEX_VERSION}; {remedy}",
             )
-        index = Index(**read_columns(data, COLUMNS))  # type: ignore[arg-type]
-    except ValueError as error:
+        columns: dict[str, Any] = read_columns(data, COLUMNS | {"scaling": "int64"}, {"scaling"})
+        if "scaling" in columns:
+            columns["scaling"] = Scaling(*columns["scaling"].tolist())
+        index = Index(**columns)
+    except (TypeError, ValueError) as error:  # TypeError: `scaling` has not two numbers
         raise DistapError(
             "data.damaged_index", f"{where}: not a readable index: {error}; {remedy}"
         ) from error

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,10 +78,15 @@ def index_shards(
         )
         raise DistapError("data.damaged_shard", "\n".join([heading, *problems]))
     paths = dict[str, str]()
-    with suppress(DistapError):  # only an earlier index knows which files were packed
+    scaling = None
+    # only an earlier index knows which files were packed, and how they were scaled
+    with suppress(DistapError):
         before = load_index(source, compare=False)
         paths = dict(zip(before.key.tolist(), before.path.tolist(), strict=True))
+        scaling = before.scaling
     index = merge_scans(source, storage, scans, paths)
+    if index.path.all():  # no image is new
+        index = replace(index, scaling=scaling)
     index.save(source)
     return index, [skipped for scan in scans for skipped in scan.left_out]
 
@@ -122,7 +128,7 @@ def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
     samples = list[Sample]()
     left_out = list[Skipped]()
     first_key = dict[tuple[int, Levels], str]()
-    with storage.open(name) as file:
+    with storage.open(name, length) as file:
         for sample in read_samples(file, length, where, levels, digest):
             if isinstance(sample, Skipped):
                 left_out.append(Skipped(f"{name}:{sample.name}", sample.reason))

@@ -7,11 +7,14 @@ output appear. The number of processes changes no byte.
 import io
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Literal
 
 from distap.data.images.boxes import Box, clipped
 from distap.data.images.damage import DamagedImageError
@@ -25,6 +28,7 @@ from distap.data.shards.image_files import (
     sort_classes,
 )
 from distap.data.shards.image_folders import Skipped
+from distap.data.shards.index import Scaling
 from distap.data.shards.indexing import NAMES_FILE, Packed, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
@@ -34,6 +38,8 @@ from distap.storage.atomic import new_folder, write_whole
 from distap.storage.files import Storage
 from distap.storage.locations import parse_source
 
+Order = Literal["classes", "listed", "random"]
+
 
 def pack_parts(
     parts: Mapping[str, Listing],
@@ -41,7 +47,8 @@ def pack_parts(
     images_per_shard: int = 1000,
     track: Track = untracked,
     *,
-    shuffle: int | None = None,
+    order: Order = "classes",
+    scaling: Scaling | None = None,
     workers: int = 1,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Packed]:
@@ -51,10 +58,16 @@ def pack_parts(
         parts: the images by name of part; "" fills the output folder itself.
         output: folder of the shards; it must not exist, or be empty, and appears when everything is
             in it.
-        images_per_shard: the most images in a shard; the last shard, and those with damaged images,
-            have fewer.
-        shuffle: seed of a random order, which streamed reading needs. The given order is faster to
-            read by an index.
+        images_per_shard: the most images in a shard.
+        order: `classes` keeps the images of a class together, the classes in a random order, and
+            ends a shard where the next class does not fit any more; a class of more than
+            `images_per_shard` images fills shards of its own. So a loader reads the images of a
+            class, and classes of one shard, in one request. `listed` is the order of the listing,
+            and `random`, of single images, is what streamed reading needs; both fill every shard
+            but the last.
+        scaling: None packs images byte for byte. Otherwise those with a longer shorter side are
+            scaled down to it and become JPEG: upright, with the colours and the transparency of
+            `EncodedImage`, and the colour profile if it is one for RGB. Other EXIF data is lost.
         files: texts to write into the output folder, by name.
     Raises:
         DistapError: no image is usable, levels of classes cross, the output holds something
@@ -64,7 +77,7 @@ def pack_parts(
         levels_of_each_class(listing.images)  # raises before hours of packing if classes cross
     with new_folder(output) as folder:
         packed = [
-            _pack(folder / name, listing, images_per_shard, shuffle, workers, track)
+            _pack(folder / name, listing, images_per_shard, order, scaling, workers, track)
             for name, listing in parts.items()
         ]
         for name, text in files.items():
@@ -73,13 +86,17 @@ def pack_parts(
 
 
 def _pack(
-    folder: Path, listing: Listing, count: int, shuffle: int | None, workers: int, track: Track
+    folder: Path,
+    listing: Listing,
+    count: int,
+    order: Order,
+    scaling: Scaling | None,
+    workers: int,
+    track: Track,
 ) -> Packed:
-    """Write shards of `count` images and their index into a folder."""
+    """Write shards of at most `count` images and their index into a folder."""
     sound, gone = look_at_all(listing.images)  # a missing file takes no place in a shard
-    images = [image for image, _ in sound]
-    if shuffle is not None:
-        images = [images[place] for place in permutation(len(images), shuffle)]
+    images, sizes = _ordered([image for image, _ in sound], order)
     # The labels of a CSV are numbers already; other classes are numbered in the order of their
     # names. Those without a sound image keep their number in the shards, and the index leaves it
     # out.
@@ -89,9 +106,9 @@ def _pack(
     write_whole(folder / NAMES_FILE, "".join(lines))
 
     labels = {name: str(number).encode() for number, name in enumerate(names)}
-    write = partial(_write_shard, folder, images, labels, count)
-    numbers = range(-(-len(images) // count))
-    scans = map_in_processes(write, numbers, workers, "packing shards", track)
+    write = partial(_write_shard, folder, images, labels, scaling)
+    jobs = list(enumerate(_spans(sizes, count)))
+    scans = map_in_processes(write, jobs, workers, "packing shards", track)
     left_out = [*gone, *chain.from_iterable(scan.left_out for scan in scans)]
     # A key begins with the image's number.
     paths = {
@@ -106,25 +123,62 @@ def _pack(
             f" {': '.join(left_out[0])}; paths are relative to this folder",
         )
     source = parse_source(folder)
-    index = merge_scans(source, Storage(source.base), scans, paths)
+    index = replace(merge_scans(source, Storage(source.base), scans, paths), scaling=scaling)
     index.save(source)
     return index, [*listing.left_out, *left_out]
 
 
+def _ordered(images: list[ImageFile], order: Order) -> tuple[list[ImageFile], Iterable[int]]:
+    """Return the images in the order to pack them, and the sizes of the runs to keep together."""
+    if order == "classes":
+        names = sort_classes(image.class_name for image in images)
+        places = dict(zip(names, permutation(len(names), 0).tolist(), strict=True))
+        images = sorted(images, key=lambda image: places[image.class_name])
+        return images, Counter(image.class_name for image in images).values()
+    if order == "random":
+        images = [images[place] for place in permutation(len(images), 0)]
+    return images, [len(images)]
+
+
+def _spans(sizes: Iterable[int], count: int) -> list[range]:
+    """Return the positions of each shard's images, at most `count`, from the sizes of runs.
+
+    A shard holds as many whole runs as fit; a longer run is cut, in shards of its own.
+    """
+    edges = [0]
+    stop = 0
+    for size in sizes:
+        if stop + size - edges[-1] > count:
+            edges.append(stop)
+        stop += size
+    edges.append(stop)
+    return [
+        range(first, min(first + count, end))
+        for start, end in pairwise(edges)
+        for first in range(start, end, count)
+    ]
+
+
 def _write_shard(
-    folder: Path, images: Sequence[ImageFile], labels: Mapping[str, bytes], count: int, number: int
+    folder: Path,
+    images: Sequence[ImageFile],
+    labels: Mapping[str, bytes],
+    scaling: Scaling | None,
+    job: tuple[int, range],
 ) -> Scan:
-    """Write shard `number`, of `count` images."""
+    """Write a shard; `job` is its number, and the positions of its images."""
     left_out = list[Skipped]()
+    number, positions = job
     place = folder / f"{number:06d}.tar"
-    first = number * count
     with tarfile.open(place, "w", format=tarfile.USTAR_FORMAT) as shard:
-        for position, image in enumerate(images[first : first + count], first):
+        for position in positions:
+            image = images[position]
             data = image_file(image.path)
             suffix = image.path.suffix.lower()
             try:
-                if image.box is not None:
-                    data = _cut_out(data, image.box)
+                changed = _cut_and_scaled(data, image.box, scaling)
+                if changed is not None:
+                    data = changed
                     suffix = ".jpg"
                 _require_sound(data, str(image.path))
             except DamagedImageError as error:
@@ -160,14 +214,24 @@ def _require_sound(data: bytes, name: str) -> None:
         image_size(data)
 
 
-def _cut_out(data: bytes, box: Box) -> bytes:
-    """Return a part of an image as JPEG, of quality 95 and with all of its colour."""
-    image = EncodedImage(data).whole()
-    inside = clipped(box, *image.size)
+def _cut_and_scaled(data: bytes, box: Box | None, scaling: Scaling | None) -> bytes | None:
+    """Return the JPEG of an image that is cut to a box or scaled; None if it stays as it is."""
+    if box is None and (scaling is None or min(image_size(data)) <= scaling.shorter_side):
+        return None
+    image = EncodedImage(data)
+    inside = clipped(box or (0, 0, *image.size), *image.size)
     if inside is None:
+        width, height = image.size
         raise DamagedImageError(
-            "decode_error", f"box {box} lies outside of {image.width} x {image.height} pixels"
+            "decode_error", f"box {box} lies outside of {width} x {height} pixels"
         )
+    left, top, right, bottom = inside
+    shape = bottom - top, right - left
+    coding: dict[str, Any] = {"quality": 95, "subsampling": "4:4:4"}  # all of what was cut out
+    if scaling is not None and min(shape) > scaling.shorter_side:
+        scale = scaling.shorter_side / min(shape)
+        shape = round(shape[0] * scale), round(shape[1] * scale)
+        coding = {"quality": scaling.jpeg_quality, "subsampling": "4:2:0"}
     buffer = io.BytesIO()
-    image.crop(inside).save(buffer, "JPEG", quality=95, subsampling=0)
+    image.scaled(shape, inside).save(buffer, "JPEG", icc_profile=image.profile, **coding)
     return buffer.getvalue()

@@ -8,8 +8,10 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from itertools import accumulate, cycle, islice
+from dataclasses import dataclass
+from itertools import accumulate, cycle
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -25,6 +27,7 @@ ALIGNED = 64  # bytes to which an array in shared memory is aligned
 # bytes of shared memory for an answer's arrays; more go through a pipe. Unused, it takes no memory
 ROOM = 2**28
 LONGEST_WAIT = 600.0  # seconds for the next images
+NO_REQUEST = None  # what a worker receives in place of a request when there are no more
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -106,29 +109,83 @@ class Worker(NamedTuple):
         raise error
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """A function of a request that waits for a disk or a store, to be called ahead by threads."""
+
+    function: Callable[[Any], Any]
+    ahead: int  # requests for which it is called while an earlier one is computed
+
+
+class _Fetched:
+    """Requests in order, each with the data that threads fetch for it meanwhile."""
+
+    def __init__(self, fetch: Fetch | None) -> None:
+        self._fetch = fetch
+        self._threads = ThreadPoolExecutor(fetch.ahead) if fetch is not None else None
+        self._waiting = deque[tuple[Any, Future[Any] | None]]()
+
+    def add(self, request: Any) -> None:
+        data = None
+        if self._fetch is not None and self._threads is not None:
+            data = self._threads.submit(self._fetch.function, request)
+        self._waiting.append((request, data))
+
+    def is_filled(self) -> bool:
+        """Return whether more requests wait than are fetched ahead."""
+        return len(self._waiting) > (0 if self._fetch is None else self._fetch.ahead)
+
+    def compute(self, function: Callable[..., Result]) -> Result:
+        """Compute the next request, which must be there."""
+        request, data = self._waiting.popleft()
+        return function(request) if data is None else function(request, data.result())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_this_process(
+    function: Callable[..., Result], requests: Iterable[Job], fetch: Fetch | None
+) -> Iterator[Result]:
+    with closing(_Fetched(fetch)) as fetched:
+        for request in requests:
+            fetched.add(request)
+            if fetched.is_filled():
+                yield fetched.compute(function)
+        while len(fetched):
+            yield fetched.compute(function)
+
+
 def in_processes(
-    function: Callable[[Job], Result],
+    function: Callable[..., Result],
     requests: Iterable[Job],
     workers: int,
     prefetch: int = 2,
     longest_wait: float | None = None,
     name: Callable[[Job], str] = str,
     lends: bool = False,
+    fetch: Fetch | None = None,
 ) -> Generator[Result]:
     """Yield `function(request)` of each request in order, computed by worker processes.
 
     Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead; with
     0 workers, this process does the work. The workers end with this generator. If a worker `lends`,
     NumPy's arrays in a result are in memory that both processes share, and are valid until the next
-    result is taken.
+    result is taken. With `fetch`, it is `function(request, fetch.function(request))`, where the
+    second argument of later requests is fetched while an earlier one is computed.
 
     Raises:
         LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for the
             request that `name` describes.
     """
     if not workers:
-        yield from map(function, requests)
+        yield from _in_this_process(function, requests, fetch)
         return
+    ahead = 0 if fetch is None else fetch.ahead
     context = forking_context()
     remaining = iter(requests)
     pending = deque[tuple[Job, Worker]]()
@@ -146,7 +203,7 @@ def in_processes(
         with suppress(OSError):
             rooms = [mmap.mmap(-1, ROOM) for _ in range(count)]
         process = context.Process(
-            target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True
+            target=_work, args=(os.getpid(), function, fetch, theirs, rooms), daemon=True
         )
         processes.append(process)
         process.start()
@@ -156,14 +213,16 @@ def in_processes(
         return Worker(process, pipe, cycle(rooms or [None]))
 
     def send_next(worker: Worker) -> None:
-        for request in islice(remaining, 1):
-            with suppress(OSError):  # it has died, and its answers will be missed
-                worker.pipe.send(request)
+        request = next(remaining, NO_REQUEST)
+        with suppress(OSError):  # it has died, and its answers will be missed
+            worker.pipe.send(request)
+        if request is not NO_REQUEST:
             pending.append((request, worker))
 
     try:
         team = [started() for _ in range(workers)]
-        for worker in team * prefetch:
+        # Each request that a worker gets allows it one answer; those ahead are only fetched for.
+        for worker in team * (prefetch + ahead):
             send_next(worker)
         while pending:
             request, worker = pending.popleft()
@@ -174,10 +233,8 @@ def in_processes(
         kill_all(processes)
 
 
-def _work(
-    parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: Sequence[mmap.mmap]
-) -> None:
-    """Answer requests until this process is killed."""
+def begin_worker(parent: int) -> None:
+    """Make this process, which was just forked, a worker of its parent."""
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
     go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
@@ -185,12 +242,31 @@ def _work(
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+def _work(
+    parent: int,
+    function: Callable[..., Any],
+    fetch: Fetch | None,
+    pipe: Connection,
+    rooms: Sequence[mmap.mmap],
+) -> None:
+    """Answer requests until this process is killed."""
+    begin_worker(parent)
+    fetched = _Fetched(fetch)
+    ahead = 0 if fetch is None else fetch.ahead
+    messages = 0
     # Parent and worker take the rooms in turn from the first, so an answer need not name its room.
-    for room in cycle(rooms or [None]):
-        request = pipe.recv()
+    # Each message allows an answer, the first ones none: more answers would overwrite rooms.
+    for answers, room in enumerate(cycle(rooms or [None])):
+        while messages <= ahead + answers or not len(fetched):
+            request = pipe.recv()
+            messages += 1
+            if request is not NO_REQUEST:
+                fetched.add(request)
         answer: tuple[Any, Exception | None]
         try:
-            answer = function(request), None
+            answer = fetched.compute(function), None
         except Exception as error:
             if not isinstance(error, DistapError):
                 error.add_note(traceback.format_exc())

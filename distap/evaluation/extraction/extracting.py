@@ -19,6 +19,7 @@ from distap.data.images.whole_images import SizedChunk, batches_of_one_shape, si
 from distap.data.loading.reader import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.storage.remotes import CONNECTIONS
 from distap.telemetry.terminal import progress
 from distap.world import World
 
@@ -52,6 +53,7 @@ class Describing:
     describer: ImageDescriber
     world: World
     workers: int = 2  # loader processes of each rank; 0 loads in the rank itself
+    requests: int = CONNECTIONS  # to a store that a worker has under way
     shown: bool = False  # whether rank 0 shows a progress bar
     is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
 
@@ -102,7 +104,13 @@ class Extraction:
             for part in (parts[number] for number in share)
         ]
         chunks = sized_chunks(
-            images, describer.sizing, self.boxes, chain.from_iterable(requests), describing.workers
+            images,
+            describer.sizing,
+            self.boxes,
+            chain.from_iterable(requests),
+            describing.workers,
+            size,
+            describing.requests,
         )
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = describing.shown and world.rank == 0

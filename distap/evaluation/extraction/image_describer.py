@@ -9,7 +9,7 @@ import torch
 import torchvision.transforms.v2  # noqa: F401 - once, and not in each process that reads images
 from torch import Tensor
 
-from distap.config.recipe import PrecisionName
+from distap.config.sections import PrecisionName
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.whole_images import batches_of_one_shape
 from distap.data.sizing import Sizing

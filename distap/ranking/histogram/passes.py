@@ -18,7 +18,7 @@ allows, so that pass two needs no product.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil
 from typing import ClassVar, NamedTuple
@@ -110,7 +110,8 @@ class HistogramLoss(Loss):
         )
         counter = self.counter(len(gathered.own) * len(gathered.gallery), budget)
         counter.add(gathered.gallery, gathered.gallery_labels.cpu(), is_own.cpu())
-        return counter.value_and_gradient(gathered)
+        # This counter has seen the rows in the gallery's own order.
+        return counter.value_and_gradient(replace(gathered, arrival=None))
 
 
 class Passes(Counter):
@@ -248,7 +249,8 @@ class Passes(Counter):
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         # From the order of counting, part by part and by class, to that of `gathered.own`.
-        order = torch.cat([queries.positions for queries, _ in self._parts]).argsort()
+        positions = torch.cat([queries.positions for queries, _ in self._parts])
+        order = gathered.rows_of(positions).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted, and no
@@ -272,11 +274,12 @@ class Passes(Counter):
         # Zeros for pairs outside the bins, and for remembered images, which are no queries.
         by_code = pad(shared, (0, len(gathered.gallery) - shared.shape[2], 0, 1)).flatten(0, 1)
         loss = gathered.world.sum((weight * losses).sum())
-        return LossValue(
-            loss, torch.where(weight > 0, losses, torch.nan), self._gradient(by_code)[order]
-        )
+        per_query = torch.where(weight > 0, losses, torch.nan)
+        return LossValue(loss, per_query, self._gradient(by_code, gathered)[order])
 
-    def _gradient(self, by_code: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
+    def _gradient(
+        self, by_code: Float[Tensor, "codes N"], gathered: Gathered
+    ) -> Float[Tensor, "b C"]:
         # Pass two. The similarity of i and j moves the counts of both as queries:
         #
         #     dL/dd_i = sum over j of (slope of query i for the pair + slope of query j for it) d_j
@@ -285,7 +288,9 @@ class Passes(Counter):
         # part of a descriptor's gradient comes from its own row of pairs, and no B x C values have
         # to be reduced over ranks.
         gradient = by_code.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
-        by_images = {images: by_code[:, images.positions] for images in chain(*self._parts)}
+        by_images = {
+            images: by_code[:, gathered.rows_of(images.positions)] for images in chain(*self._parts)
+        }
         for tile, codes, first in self._tiles:
             if codes is None:
                 codes = self._codes(tile, tile.similarities(), tile.same_class())

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered, PaddedColumns, QueryWeights, runs
@@ -129,16 +129,11 @@ class SimilarityLoss(Loss):
         """
         return self.loss(similarities, rows.positive_columns, rows.negative_columns, **rows.extra)
 
-    @property
-    def used(self) -> list[nn.Parameter]:
-        """Return the parameters that `loss` uses next to the similarities."""
-        return self.parameters
-
     def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
         """Return each query's loss, (r,), and the weighted sum's slope by similarities, (r, N).
 
-        Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed
-        over all queries of all ranks.
+        Derivatives by each of `parameters` follow. `totals` are what the method `totals` gave,
+        summed over all queries of all ranks.
         """
         with torch.enable_grad():
             similarities = rows.similarities.detach().requires_grad_()
@@ -149,7 +144,7 @@ class SimilarityLoss(Loss):
                     f"{type(self).__name__} gave shape {tuple(value.shape)}; expected"
                     f" {tuple(rows.weights.shape)}: one value a query",
                 )
-            slopes = gradients((rows.weights * value).sum(), similarities, *self.used)
+            slopes = gradients((rows.weights * value).sum(), similarities, *self.parameters)
         return value.detach(), *slopes
 
     def shape_of_totals(self, columns: int) -> tuple[int, ...]:
@@ -161,82 +156,70 @@ class SimilarityLoss(Loss):
         raise NotImplementedError
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        value, of_batch = self.over_blocks(
-            gathered, gathered.gallery, len(gathered.samples), budget
-        )
-        # One reduce-scatter of B C numbers, which the histograms' losses do without: their slopes
-        # are symmetric. An image gets both: what it wants as a query, and what the queries of all
-        # ranks want of it.
-        return value._replace(gradient=value.gradient + gathered.sum_own(of_batch))
-
-    def over_blocks(
-        self, gathered: Gathered, gallery: Float[Tensor, "N C"], moving: int, budget: Budget
-    ) -> tuple[LossValue, Float[Tensor, "moving C"]]:
-        """Rank this rank's queries.
-
-        Returns loss and gradient by these queries, and the part of the gradient by the gallery's
-        first `moving` images that comes from them. The others, which a memory remembers of earlier
-        steps, get no gradient.
-        """
         weights = gathered.query_weights(self.weights, 1 + self.needs_positives, self.query_level)
+        gallery = gathered.gallery
+        batch = len(gathered.samples)
         totals = weights.new_zeros(self.shape_of_totals(len(gallery)))
         if totals.numel():
-            for _, rows in self.blocks(gathered, gallery, weights, budget):
+            for _, rows in self.blocks(gathered, weights, budget):
                 totals += self.totals(rows)
             gathered.world.sum(totals)
         # With Q a block's own descriptors, D the gallery and G = dL/d(Q Dᵀ), (r, N):
         #
         #     dL/dQ = G D      rows of this rank, block by block
-        #     dL/dD = Gᵀ Q     all rows, summed over blocks here, and over ranks by the caller
+        #     dL/dD = Gᵀ Q     all rows, summed over blocks and ranks
         #
         # A block is forgotten before the next one, so memory holds r N pairs, whatever the batch.
+        # What a memory remembers of earlier steps gets no gradient.
         own_weights = weights[gathered.own]
-        by_gallery = torch.zeros_like(gallery[:moving])
+        of_batch = torch.zeros_like(gathered.descriptors)
         by_queries = torch.zeros_like(gathered.descriptors[: len(own_weights)])
         per_query = torch.zeros_like(own_weights)
-        by_parameters = [torch.zeros_like(parameter) for parameter in self.used]
-        for numbers, rows in self.blocks(gathered, gallery, weights, budget):
+        by_parameters = [torch.zeros_like(parameter) for parameter in self.parameters]
+        for numbers, rows in self.blocks(gathered, weights, budget):
             values, slopes, *of_parameters = self.value_and_slopes(rows, totals)
             per_query[numbers] = values.double()
             for total, addend in zip(by_parameters, of_parameters, strict=True):
                 total += addend
             # Its own similarity is constant at length 1: the slope would only change the
             # descriptor's length.
-            if gathered.of_unit_length and gallery is gathered.gallery:
+            if gathered.of_unit_length:
                 slopes[torch.arange(len(numbers), device=numbers.device), rows.queries] = 0
             by_queries[numbers] = slopes @ gallery
-            by_gallery.addmm_(slopes[:, :moving].t(), gathered.descriptors[rows.queries])
+            of_batch.addmm_(slopes[:, :batch].t(), gathered.descriptors[rows.queries])
         sums = [gathered.world.sum(total.to(gallery)).to(total) for total in by_parameters]
-        value = LossValue(
+        return LossValue(
             value=gathered.world.sum((own_weights * per_query).sum()),
             per_query=torch.where(own_weights > 0, per_query, torch.nan),
-            gradient=by_queries,
+            # One reduce-scatter of B C numbers, which the histograms' losses do without: their
+            # slopes are symmetric. An image gets both: what it wants as a query, and what the
+            # queries of all ranks want of it.
+            gradient=by_queries + gathered.sum_own(of_batch),
             by_parameters=tuple(sums),
         )
-        return value, by_gallery
 
     def blocks(
         self,
         gathered: Gathered,
-        gallery: Float[Tensor, "N C"],
         weights: Float64[Tensor, " B"],
         budget: Budget,
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
         """Yield this rank's queries in blocks, with their row numbers in `own`."""
         # They are ordered by the size of their class: `same_class` has as many columns as the
         # largest class of a block, so that one large class pads few others.
+        gallery = gathered.gallery
         own_rows = gathered.own
         counted = (weights[own_rows] > 0).nonzero().flatten()
         order = counted[gathered.class_sizes[own_rows[counted], 0].argsort(stable=True)]
         height = max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))
         for numbers in order.split(height) if len(order) else ():
             queries = own_rows[numbers]
-            levels, same_class, is_positive = self.columns(gathered, queries)
+            same_class, is_positive = self._columns(gathered, queries)
             yield (
                 numbers,
                 Rows(
                     similarities=gathered.descriptors[queries] @ gallery.t(),
-                    levels=levels,
+                    levels=gathered.gallery_levels,
                     queries=queries,
                     same_class=same_class,
                     is_positive=is_positive,
@@ -247,17 +230,14 @@ class SimilarityLoss(Loss):
                 ),
             )
 
-    def columns(
-        self, gathered: Gathered, queries: Int64[Tensor, " r"]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""
-        levels = gathered.gallery_levels
+    def _columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> PaddedColumns:
+        """Return `same_class` and `is_positive` of a block; see `Rows`."""
         labels, by_class = gathered.by_class
-        places, is_positive = runs(labels, levels[queries, 0], queries.device)
+        places, is_positive = runs(labels, gathered.gallery_labels[queries], queries.device)
         same_class = torch.where(is_positive, by_class[places], queries[:, None])
         if not self.self_pair:
             is_positive &= same_class != queries[:, None]
-        return levels, same_class, is_positive
+        return same_class, is_positive
 
 
 def padded_columns(wanted: Mask, padding: Int64[Tensor, " r"]) -> PaddedColumns:

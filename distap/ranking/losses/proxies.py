@@ -1,95 +1,121 @@
 """Losses that classify each image by similarity to proxies: one learned direction per class."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float64, Int64
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch import Tensor
 
 from distap.errors import DistapError
+from distap.randomness import chosen_numbers
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss
-from distap.ranking.losses.base import Mask, PerQuery, Rows, Scores, SimilarityLoss
+from distap.ranking.loss import KnownClasses, SizedLoss
+from distap.ranking.losses.classes import ClassBlock, ClassesOfRank, PerImage, ProxyLoss
 from distap.ranking.losses.steps import softplus
 from distap.ranking.rankable import refuse_crossing
 
-PerRow = Float[Tensor, "r 1"]
+SAMPLED = 5  # first word of the key that samples classes
 
 
 @dataclass(frozen=True)
-class ProxyLoss(SimilarityLoss, SizedLoss):
-    """A mean over images of a function of similarities to K proxies, trained with the network.
+class SoftmaxLoss(ProxyLoss):
+    """A softmax over the classes, or one for each of L levels of classes.
 
-    The proxies are the gallery, and an image's only positive is that of its class. A memory of
-    earlier descriptors changes nothing.
+    With x the scores, the loss of an image sums over levels ln(1 + sum of e^(x - own x)) over the
+    proxies of other classes of the level, with a margin in the own one.
     """
 
-    self_pair: ClassVar[bool] = False  # type: ignore[misc] # an image is no proxy, so this is no key here
-    needs_positives: ClassVar[bool] = False
+    sampled_negatives: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Approximate the loss: score this share of the other classes in each step, drawn by seed and
+    step, next to those of the batch (partial FC; An et al. 2022). null scores all, exactly."""
 
-    def spread(self, dimensions: int) -> float:
-        """Return the standard deviation of initial proxies; longer ones turn more slowly."""
-        return float((3 * dimensions) ** -0.5)
+    @abstractmethod
+    def loss(self, other_sums: Float64[Tensor, "B L"], own_similarities: PerImage) -> PerImage:
+        """Return the loss of each image.
 
-    @cached_property
-    def learned(self) -> nn.ParameterDict:
-        if self.classes is None or self.dimensions is None:
-            raise DistapError(
-                "loss.unknown_classes",
-                f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number"
-                " of classes, and `dimensions`, that of a descriptor; a recipe needs `classes`"
-                " where the training set has no index",
-            )
-        # A generator of its own, so that all ranks begin alike: proxies are not broadcast, and they
-        # stay equal, since every rank moves them by the same sum.
-        drawn = torch.randn(
-            self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0)
-        )
-        return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
+        Args:
+            other_sums: ln of the sum of e^score over the proxies of other classes, of each level.
+            own_similarities: similarities to the own proxies.
+        """
 
     @property
-    def used(self) -> list[nn.Parameter]:
-        return []  # the proxies act through the similarities alone
+    def depth(self) -> int:
+        """Number L of levels."""
+        return 1
 
-    def check(self, gathered: Gathered) -> None:
-        """Raise a DistapError if the proxies do not fit the batch."""
-        dimensions = gathered.descriptors.shape[1]
-        count = len(self.learned["proxies"])
-        last = int(gathered.labels.max())
-        if dimensions != self.dimensions or last >= count:
-            raise DistapError(
-                "loss.wrong_proxies",
-                f"there are {count} proxies of {self.dimensions} dimensions, but labels go up to"
-                f" {last} and descriptors have {dimensions} dimensions",
-            )
+    def of_other_class(self, block: ClassBlock, gathered: Gathered, level: int) -> Tensor:
+        """Return a block's scores (B, n) with -inf for proxies of an image's own class at a level.
 
-    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        self.check(gathered)
+        At level 0, the finest, that is the own proxy alone.
+        """
+        return block.scores
+
+    def scored(self, numbers: Int64[Tensor, " n"], gathered: Gathered) -> Int64[Tensor, " m"]:
+        if self.sampled_negatives is None:
+            return numbers
+        drawn = chosen_numbers(
+            numbers.cpu().numpy(), self.sampled_negatives, SAMPLED, *gathered.key
+        )
+        is_drawn = torch.from_numpy(drawn).to(numbers.device)
+        return numbers[is_drawn | torch.isin(numbers, gathered.labels)]
+
+    def rank_classes(
+        self, classes: ClassesOfRank, gathered: Gathered, weights: PerImage
+    ) -> PerImage:
+        world = gathered.world
+        sums = weights.new_full((len(weights), self.depth), -torch.inf)
+        own_scores = torch.zeros_like(sums[:, :1])
+        for block in classes.blocks():
+            own_scores[block.images, 0] = block.own_scores.double()
+            for level in range(self.depth):
+                of_block = self.of_other_class(block, gathered, level).logsumexp(1)
+                sums[:, level] = torch.logaddexp(sums[:, level], of_block.double())
+
+        # ln of the sum over ranks, by the greatest of them. The least number in place of -inf:
+        # without other classes, as for a set of one class, -inf less -inf would be no number.
+        lowest = torch.finfo(gathered.gallery.dtype).min
+        greatest = world.greatest(sums.clamp(min=lowest))
+        shares = world.sum(torch.cat([(sums - greatest).exp(), own_scores], dim=1))
+        other_sums = (shares[:, :-1].log() + greatest).clamp(min=lowest)
+        own_similarities = shares[:, -1] / self.factor
+
         with torch.enable_grad():
-            proxies = normalize(self.learned["proxies"].to(gathered.descriptors))
-        value, of_proxies = self.over_blocks(gathered, proxies.detach(), len(proxies), budget)
-        # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their
-        # normalisation once.
-        whole = gathered.world.sum(of_proxies)
-        parameters = self.parameters
-        by_parameters = torch.autograd.grad(proxies, parameters, whole) if parameters else ()
-        return value._replace(by_parameters=by_parameters)
-
-    def columns(
-        self, gathered: Gathered, queries: Int64[Tensor, " r"]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = torch.arange(len(self.learned["proxies"]))
-        labels = gathered.labels[queries, None]
-        return numbers[:, None].to(labels.device), labels, torch.ones_like(labels, dtype=torch.bool)
+            leaves = other_sums.requires_grad_(), own_similarities.requires_grad_()
+            per_query = self.loss(*leaves)
+            slopes_of_sums, by_own = torch.autograd.grad((weights * per_query).sum(), leaves)
+        slopes_of_sums = slopes_of_sums.to(gathered.gallery.dtype)
+        by_own = (by_own / self.factor).to(gathered.gallery.dtype)
+        other_sums = other_sums.detach().to(gathered.gallery.dtype)
+        for block in classes.blocks():
+            slopes = torch.zeros_like(block.scores)
+            for level in range(self.depth):
+                column = slice(level, level + 1)
+                shares = self.of_other_class(block, gathered, level) - other_sums[:, column]
+                slopes.addcmul_(shares.exp_(), slopes_of_sums[:, column])
+            slopes[block.images, block.columns] = by_own[block.images]
+            classes.add(block, slopes)
+        return per_query.detach()
 
 
 @dataclass(frozen=True)
-class ProxyNCA(ProxyLoss):
+class PlainSoftmax(SoftmaxLoss):
+    """A softmax over all classes, of which the own one may have a margin."""
+
+    def loss(self, other_sums: Float64[Tensor, "B L"], own_similarities: PerImage) -> PerImage:
+        return softplus(other_sums[:, 0] - self.factor * self.with_margin(own_similarities))
+
+    def with_margin(self, similarities: PerImage) -> PerImage:
+        """Return what stands for the similarities to the own proxies."""
+        return similarities
+
+
+@dataclass(frozen=True)
+class ProxyNCA(PlainSoftmax):
     """ProxyNCA++ (Teh et al. 2020): a softmax over squared distances to the proxies.
 
     In the paper the proxies learn faster than the network, by their own `optimizer.loss.factor`.
@@ -98,27 +124,30 @@ class ProxyNCA(ProxyLoss):
     temperature: PositiveFloat = 1 / 9
     """Temperature of the squared distances."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
-        # Descriptors and proxies have length 1, so 2 - 2 s is their squared distance.
-        return _softmax_loss((2 * similarities - 2) / self.temperature, positive)
+    @property
+    def factor(self) -> float:
+        # Descriptors and proxies have length 1, so 2 - 2 s is their squared distance, and the 2
+        # is in all scores.
+        return 2 / self.temperature
 
     def spread(self, dimensions: int) -> float:
         return 1 / 8  # as in the authors' code
 
 
 @dataclass(frozen=True)
-class NormalizedSoftmax(ProxyLoss):
+class NormalizedSoftmax(PlainSoftmax):
     """Normalised softmax (Zhai and Wu 2019): a softmax over similarities to the proxies."""
 
     temperature: PositiveFloat = 0.05
     """Temperature of the similarities."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
-        return _softmax_loss(similarities / self.temperature, positive)
+    @property
+    def factor(self) -> float:
+        return 1 / self.temperature
 
 
 @dataclass(frozen=True)
-class ArcFace(ProxyLoss):
+class ArcFace(PlainSoftmax):
     """ArcFace (Deng et al. 2019): a softmax with a margin of the angle to an image's own proxy."""
 
     scale: PositiveFloat = 30.0
@@ -126,19 +155,18 @@ class ArcFace(ProxyLoss):
     margin: Annotated[float, Field(ge=0, le=math.pi / 2)] = 0.5
     """Margin, in radians; Weyand et al. 2020 take 0.3 for landmarks."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
-        of_class = (similarities * positive).sum(1, keepdim=True)  # one positive a row
-        moved = torch.where(positive, self.with_margin(of_class), similarities)
-        return _softmax_loss(self.scale * moved, positive)
+    @property
+    def factor(self) -> float:
+        return self.scale
 
-    def with_margin(self, of_class: PerRow) -> PerRow:
+    def with_margin(self, similarities: PerImage) -> PerImage:
         # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond
         # the half circle, the cosine would rise again: there a line goes on falling, as in the
         # authors' code.
-        inside = of_class.clamp(-1 + 1e-7, 1 - 1e-7)
+        inside = similarities.clamp(-1 + 1e-7, 1 - 1e-7)
         moved = torch.cos(torch.acos(inside) + self.margin)
-        beyond = of_class - self.margin * math.sin(self.margin)
-        return torch.where(of_class > -math.cos(self.margin), moved, beyond)
+        beyond = similarities - self.margin * math.sin(self.margin)
+        return torch.where(similarities > -math.cos(self.margin), moved, beyond)
 
 
 @dataclass(frozen=True)
@@ -148,8 +176,8 @@ class CosFace(ArcFace):
     margin: NonNegativeFloat = 0.35
     """Margin of similarity."""
 
-    def with_margin(self, of_class: PerRow) -> PerRow:
-        return of_class - self.margin
+    def with_margin(self, similarities: PerImage) -> PerImage:
+        return similarities - self.margin
 
 
 @dataclass(frozen=True)
@@ -168,31 +196,36 @@ class ProxyAnchor(ProxyLoss):
     weights: Literal["uniform"] = "uniform"
     """Weigh all images alike."""
 
-    def shape_of_totals(self, columns: int) -> tuple[int, ...]:
-        return 2, columns
+    @property
+    def factor(self) -> float:
+        return self.scale
 
-    def totals(self, rows: Rows) -> Float64[Tensor, "2 K"]:
-        return torch.stack([term.sum(0) for term in self._exponentials(rows)]).double()
+    def rank_classes(
+        self, classes: ClassesOfRank, gathered: Gathered, weights: PerImage
+    ) -> PerImage:
+        # The sums over images are complete on the rank of a proxy. In ln(1 + T), an image whose
+        # term of the sum is e has the share e / T, and the derivative e' / (1 + T).
+        count = len(self.learned["proxies"])
+        with_images = len(gathered.labels.unique())
+        margin = self.scale * self.margin
+        values = torch.zeros_like(weights)
+        for block in classes.blocks():
+            push = (block.scores + margin).exp_()
+            totals = push.sum(0)
+            tiny = torch.finfo(totals.dtype).tiny
+            values += push @ (totals.log1p() / totals.clamp(min=tiny)) / count
+            slopes = push.div_((1 + totals) * count)
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "2 K"]) -> tuple[Tensor, Tensor]:
-        terms = self._exponentials(rows)
-        counts = ((totals[0] > 0).sum(), totals.shape[1])
-        # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative
-        # e' / (1 + T).
-        values = torch.zeros_like(rows.weights)
-        slopes = torch.zeros_like(rows.similarities)
-        for term, total, count, sign in zip(terms, totals.to(slopes), counts, (-1, 1), strict=True):
-            values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)
-            slopes += sign * self.scale * term / (1 + total) / count
-        return values / rows.weights, slopes
-
-    def _exponentials(self, rows: Rows) -> tuple[Scores, Scores]:
-        pull = (-self.scale * (rows.similarities - self.margin)).exp() * rows.positive_columns
-        return pull, (self.scale * (rows.similarities + self.margin)).exp() * ~rows.positive_columns
+            pull = (margin - block.own_scores).exp_()
+            totals = torch.zeros_like(totals).index_add_(0, block.columns, pull)[block.columns]
+            values[block.images] += (pull * totals.log1p() / totals / with_images).double()
+            slopes[block.images, block.columns] = -pull / (1 + totals) / with_images
+            classes.add(block, slopes)
+        return gathered.world.sum(values) / weights
 
 
 @dataclass(frozen=True)
-class CrossScaleLearning(ProxyLoss):
+class CrossScaleLearning(SoftmaxLoss):
     """CSL (Sun et al. 2021): an image's own proxy above those of other classes, at each level.
 
     With s the similarities to the proxies of the finest classes and m the margin of a level, the
@@ -244,22 +277,21 @@ class CrossScaleLearning(ProxyLoss):
                 " that hold it",
             )
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
-        logits = self.scale * similarities
-        losses = torch.zeros_like(similarities[:, 0])
-        of_class = (logits * positive).sum(1)
-        label = positive.int().argmax(1)
-        # The least number in place of -inf: without other classes, a softmax over -inf alone has no
-        # derivative.
-        lowest = torch.finfo(logits.dtype).min
-        levels = self.levels.to(label.device).unbind(1)
-        for classes, margin in zip(levels, self.margins, strict=False):
-            same_class = classes == classes[label, None]
-            of_others = logits.masked_fill(same_class, lowest).logsumexp(1)
-            losses = losses + softplus(of_others - of_class + self.scale * margin)
-        return losses
+    @property
+    def factor(self) -> float:
+        return self.scale
 
+    @property
+    def depth(self) -> int:
+        return self.levels.shape[1]
 
-def _softmax_loss(logits: Scores, positive: Mask) -> PerQuery:
-    """Return -ln of the share that the one positive of each row has in the sum of e^logit."""
-    return logits.logsumexp(1) - (logits * positive).sum(1)
+    def loss(self, other_sums: Float64[Tensor, "B L"], own_similarities: PerImage) -> PerImage:
+        margins = other_sums.new_tensor(self.margins[: self.depth])
+        return softplus(other_sums - self.scale * (own_similarities[:, None] - margins)).sum(1)
+
+    def of_other_class(self, block: ClassBlock, gathered: Gathered, level: int) -> Tensor:
+        if level == 0:
+            return block.scores
+        classes = self.levels[:, level].to(block.numbers.device)
+        same_class = classes[gathered.labels, None] == classes[block.numbers]
+        return block.scores.masked_fill(same_class, -torch.inf)

@@ -10,7 +10,6 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, LossValue
 from distap.ranking.losses.base import SimilarityLoss
 from distap.ranking.losses.pairs import DistanceLoss
-from distap.ranking.losses.proxies import ProxyLoss
 from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.losses.sums import Inner, WrappedLoss
 
@@ -30,10 +29,7 @@ class SiMix(WrappedLoss):
     tau: 0.05}."""
 
     def __post_init__(self) -> None:
-        is_other = (
-            isinstance(self.inner, DistanceLoss | ProxyLoss)
-            or getattr(self.inner, "form", "") == "oml"
-        )
+        is_other = isinstance(self.inner, DistanceLoss) or getattr(self.inner, "form", "") == "oml"
         if is_other or not isinstance(self.inner, SimilarityLoss):
             raise ValueError(
                 f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected"
@@ -55,22 +51,28 @@ class SiMix(WrappedLoss):
         virtual = alpha * gathered.gallery[first] + (1 - alpha) * gathered.gallery[second]
         # Virtual images are dealt out to the ranks like slots: behind those of the batch, before a
         # memory's images.
+        slots = len(gathered.taking_part)
         taking_part = torch.cat([gathered.taking_part, gathered.taking_part.new_ones(len(first))])
-        is_own = (
-            torch.arange(len(taking_part), device=taking_part.device) % world.size == world.rank
-        )
+        order = gathered.order
+        if order is not None:
+            virtual_slots = torch.arange(slots, len(taking_part), device=order.device)
+            order = torch.cat([order, virtual_slots])
         whole = replace(
             gathered,
+            order=order,
+            arrival=None,
             gallery=torch.cat([gathered.descriptors, virtual, gathered.gallery[batch:]]),
             gallery_levels=torch.cat(
                 [gathered.levels, gathered.levels[first], gathered.gallery_levels[batch:]]
             ),
             samples=torch.cat([gathered.samples, torch.full_like(first, -1)]),
-            own=is_own[taking_part].nonzero().flatten(),
             taking_part=taking_part,
             # A virtual image is shorter, and its similarity to itself changes as its parents move.
             of_unit_length=False,
         )
+        is_own = torch.zeros_like(taking_part)
+        is_own[whole.slots_of(world.rank)] = True
+        whole = replace(whole, own=is_own[taking_part].nonzero().flatten())
         value = self.inner.value_and_gradient(whole, budget)
         # The gradient of this rank's virtual images goes to their parents.
         real = len(gathered.own)

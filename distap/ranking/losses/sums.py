@@ -7,7 +7,7 @@ from functools import cached_property, reduce
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from pydantic import BeforeValidator, Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
@@ -25,6 +25,7 @@ from distap.ranking.loss import (
     LossValue,
 )
 from distap.registry import Chosen, sum_in_full
+from distap.world import World
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
 Inner = Annotated[Any, Chosen("loss"), BeforeValidator(sum_in_full)]
@@ -55,15 +56,18 @@ class SumOfLosses(Loss):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        return tuple(name for _, loss in self.parts for name in loss.extras)
+        # each name once
+        return tuple(dict.fromkeys(name for _, loss in self.parts for name in loss.extras))
 
-    @property
-    def needs_positives(self) -> bool:  # type: ignore[override]
-        return any(loss.needs_positives for _, loss in self.parts)
+    def shard_classes(self, world: World, above: int = 0) -> bool:
+        has_classes = [loss.shard_classes(world, above) for _, loss in self.parts]
+        return any(has_classes)
 
-    @property
-    def query_level(self) -> int:  # type: ignore[override]
-        return max(loss.query_level for _, loss in self.parts)
+    def is_query(self, gathered: Gathered) -> Bool[Tensor, " B"]:
+        return torch.stack([loss.is_query(gathered) for _, loss in self.parts]).all(0)
+
+    def has_negatives(self, gathered: Gathered) -> bool:
+        return all(loss.has_negatives(gathered) for _, loss in self.parts)
 
     def counter(self, pairs: int, budget: Budget) -> Counter:
         return CounterOfSum(self, pairs, budget)

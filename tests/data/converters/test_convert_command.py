@@ -62,8 +62,8 @@ def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
             "gallery",
             "--images-per-shard",
             1,
-            "--shuffle",
-            3,
+            "--order",
+            "listed",
         )[0]
         == 0
     )

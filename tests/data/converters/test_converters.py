@@ -138,10 +138,8 @@ EXPECTED = {
     ),
     "uned": (
         {
-            "train": {
-                **{f"{domain}/{number}": 2 for domain in OF_THEMSELVES for number in (0, 1)},
-                **{f"{domain}/0": 2 for domain in OF_AN_INDEX},
-            },
+            **{f"train-{domain}": {f"{domain}/0": 2, f"{domain}/1": 2} for domain in OF_THEMSELVES},
+            **{f"train-{domain}": {f"{domain}/0": 2} for domain in OF_AN_INDEX},
             "test": {f"{domain}/{number}": 2 for domain in OF_THEMSELVES for number in (0, 1)},
             "query": {"inshop/7": 1, "met/7": 1, "gldv2/7|gldv2/8": 1},
             "index": {f"{domain}/{number}": 1 for domain in OF_AN_INDEX for number in (7, 8)},

@@ -1,0 +1,1 @@
+"""Memory of a rank that trains a tower of billions of parameters, measured and predicted."""
