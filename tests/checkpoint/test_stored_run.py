@@ -7,7 +7,7 @@ import torch
 from moto.backends import get_backend
 from raising import raises
 from ranks import on_ranks
-from servers import gcs_server, s3_files, s3_server
+from servers import gcs_server, s3_files, s3_server, s3_server_here
 from stores import SHARD, beside, checkpoints_of, writer_to
 
 from distap.checkpoint.finding import newest_checkpoint
@@ -62,19 +62,19 @@ def flip(checkpoints, name, file):
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", SHARD.format(1)])
-def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(
-    file, tmp_path, store, monkeypatch
-):
+def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(file, tmp_path, monkeypatch):
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
-    save(store, tmp_path, 1, 2)
-    key = f"{store.storage.base.removeprefix('s3://shards/')}/checkpoints/step-00000002/{file}"
-    kept_rows = (
-        get_backend("s3")["123456789012"]["aws"].buckets["shards"].keys[key]
-    )  # with its checksum
-    data = bytearray(kept_rows.value)
-    data[len(data) // 2] ^= 1
-    kept_rows.value = bytes(data)
-    assert newest(store, tmp_path)[0] == 1
+    with s3_server_here():
+        folder = f"flipped-{Path(file).stem}"
+        store = checkpoints_of(f"s3://shards/{folder}")
+        save(store, tmp_path, 1, 2)
+        key = f"{folder}/checkpoints/step-00000002/{file}"
+        # with its checksum
+        stored = get_backend("s3")["123456789012"]["aws"].buckets["shards"].keys[key]
+        data = bytearray(stored.value)
+        data[len(data) // 2] ^= 1
+        stored.value = bytes(data)
+        assert newest(store, tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs", "file"])

@@ -2,15 +2,18 @@
 and Google's API.
 """
 
+import atexit
 import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -202,26 +205,65 @@ def web_server(folder: Path, kind: type[WebServer] = WebServer) -> Iterator[Any]
             thread.join()
 
 
-@contextmanager
-def s3_server() -> Iterator[None]:
-    """A server that speaks S3, with a bucket called `shards`; the environment says how to reach
-    it."""
-    from moto.server import ThreadedMotoServer
+# moto's server in a process that ends with the one that started it, as its pipe closes. A server
+# on a thread would be in the middle of something, such as holding a lock, in each fork of a test.
+S3_PROCESS = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+
+@cache
+def _s3_process() -> str:
+    """Start the S3 server of all tests of this process; return its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", S3_PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    host, port = process.stdout.readline().split()
+    return f"http://{host}:{port}"
+
+
+@contextmanager
+def s3_server(url: str = "") -> Iterator[None]:
+    """A server that speaks S3, with a bucket called `shards`; the environment says how to reach
+    it.
+
+    `url` is that of a server of the test's own.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "testing")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        server.start()
-        try:
-            host, port = server.get_host_and_port()
-            patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-            # moto keeps buckets as long as the process
-            s3_files().makedirs("shards", exist_ok=True)
+        patch.setenv("AWS_ENDPOINT_URL", url or _s3_process())
+        # The server keeps buckets from test to test.
+        s3_files().makedirs("shards", exist_ok=True)
+        yield
+
+
+@contextmanager
+def s3_server_here() -> Iterator[None]:
+    """As `s3_server`, on a thread of this process, in which moto's `get_backend` finds its
+    objects."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        with s3_server(f"http://{host}:{port}"):
             yield
-        finally:
-            server.stop()
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
+import faulthandler
 import gc
 import mmap
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections import deque
@@ -15,7 +17,7 @@ from itertools import accumulate, cycle
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from distap.errors import FAILED, DistapError, memory_ran_out
 from distap.processes.forks import die_with_parent, forking_context
@@ -27,6 +29,7 @@ ALIGNED = 64  # bytes to which an array in shared memory is aligned
 # bytes of shared memory for an answer's arrays; more go through a pipe. Unused, it takes no memory
 ROOM = 2**28
 LONGEST_WAIT = 600.0  # seconds for the next images
+STANDARD_ERROR = 2  # number of the open file, whatever `sys.stderr` is
 NO_REQUEST = None  # what a worker receives in place of a request when there are no more
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
@@ -89,6 +92,9 @@ class Worker(NamedTuple):
                 `longest_wait` seconds for the request that `name` describes.
         """
         if not wait([self.pipe, self.process.sentinel], longest_wait):
+            # It prints where each of its threads waits; see `begin_worker`.
+            os.kill(cast(int, self.process.pid), signal.SIGABRT)
+            self.process.join(1)
             raise _lost(
                 f"worker {self.process.pid} handed nothing over for {longest_wait:g} s, such as"
                 f" {name(request)}"
@@ -237,6 +243,7 @@ def begin_worker(parent: int) -> None:
     """Make this process, which was just forked, a worker of its parent."""
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
+    faulthandler.enable(file=STANDARD_ERROR)
     go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
     die_with_parent(parent)
     torch = sys.modules.get("torch")
