@@ -56,6 +56,7 @@ class SeededBatch:
         self.samples = torch.tensor(world.slots(total))
         self.labels = self.samples // images_a_class
         self.present = torch.ones(len(self.samples), dtype=torch.bool)
+        self.extra: dict[str, Tensor] = {}
         shape = (len(self.samples), 3, image_size, image_size)
         self.pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=world.device.type == "cuda")
         cells = torch.arange(image_size) * 8 // image_size

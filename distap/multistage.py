@@ -215,7 +215,7 @@ class Multistage(RankingModule):
             described = stages.describe(batch)
         if torch.is_grad_enabled() and stages.probed:
             self._probed.add(network.training)
-        gathered = stages.gather(described, batch).with_extra(batch.extra)
+        gathered = stages.gather(described, batch)
         self._note_not_finite(described)
         if self.normalise or not isinstance(self.loss, DescriptorLoss):
             refuse_lengths(gathered)

@@ -24,10 +24,18 @@ from distap.config.evaluation_sections import (
     EvaluationSection,
 )
 from distap.config.sections import PrecisionName, Section, Shards
-from distap.config.training_sets import SetName, TrainingSet, TrainingSets, kind_of_sets
+from distap.config.training_sets import (
+    RowFolders,
+    SetName,
+    TrainingSet,
+    TrainingSets,
+    kind_of_sets,
+    refuse_unfit_sampling,
+    require_alike,
+)
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
-from distap.registry import Chosen, Part, name_of, sum_in_full
+from distap.registry import Chosen, name_of, sum_in_full, value_of
 from distap.storage.cache import CacheSettings
 from distap.storage.locations import Source, parse_source, sets_in_words
 from distap.storage.remotes import CONNECTIONS
@@ -91,6 +99,11 @@ class DataSection(ImagesSection):
     """Train on smaller images first: width and height by the share of the steps from which they
     hold, such as {0: 64, 0.7: 96} next to an image_size of 96; none trains at image_size
     throughout."""
+    rows: RowFolders = Field({})
+    """Rows of each training image that the loss takes, such as the descriptors of a teacher, by the
+    parameter of the loss: {teacher: FOLDER}, where FOLDER, on disk or behind a URL, was written by
+    `distap extract`. They are joined to the images by name. An augmented image keeps the row of the
+    whole image. With several data sets, each set of data.train has `rows` of its own."""
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = (
@@ -129,15 +142,7 @@ class DataSection(ImagesSection):
     @model_validator(mode="after")
     def _sets_fit(self) -> "DataSection":
         if isinstance(self.train, Mapping):
-            weights = [settings.weight for settings in self.train.values()]
-            words = {weight for weight in weights if isinstance(weight, str)}
-            if len(words) > 1 or (words and words != {*weights}):
-                raise ValueError(
-                    "train: weights are numbers, or `size` in all sets, or `sqrt` in all sets"
-                )
-            kinds = {source.kind == "described" for source in self.train_sources.values()}
-            if len(kinds) > 1:
-                raise ValueError("train: descriptors (described:) and images do not mix")
+            require_alike(self.train, self.rows)
         return self
 
     @property
@@ -145,7 +150,7 @@ class DataSection(ImagesSection):
         """The sets to train on, sorted by name; the name of a single one is empty."""
         if isinstance(self.train, Mapping):
             return dict(sorted(self.train.items()))
-        return {"": TrainingSet(data=self.train)}
+        return {"": TrainingSet(data=self.train, rows=self.rows)}
 
     @property
     def train_sources(self) -> dict[str, Source]:
@@ -170,6 +175,11 @@ class DataSection(ImagesSection):
         if isinstance(self.train, Mapping):
             return sets_in_words({name: vars(settings) for name, settings in self.train.items()})
         return str(self.train)
+
+    @property
+    def row_names(self) -> list[str]:
+        """Names of the rows that the training takes of each image, sorted."""
+        return sorted({name for settings in self.train_sets.values() for name in settings.rows})
 
     @property
     def sizes(self) -> list[tuple[float, int]]:
@@ -286,7 +296,7 @@ class Recipe(NetworkRecipe):
         if len(names) > len(set(names)):
             raise ValueError(f"loggers: one of {', '.join(names)} is there twice")
         self._refuse_reading()
-        self._refuse_mixing()
+        refuse_unfit_sampling(self.sampling, self.data.train, self.data.train_sets)
         self._refuse_for_towers()
         engine = name_of("engine", self.engine)
         if engine == "deepspeed":
@@ -336,6 +346,11 @@ class Recipe(NetworkRecipe):
                 f"data.reading is streamed, which gives all classes of {data.train_name}, not a"
                 " part"
             )
+        if is_streamed and data.rows:
+            raise ValueError(
+                "data.reading is streamed, which gives images without their numbers, so that"
+                " data.rows cannot be joined to them: index the shards, and set it to indexed"
+            )
         if is_streamed and isinstance(data.train, Mapping):
             raise ValueError(
                 "data.reading is streamed, which knows no classes to share out among the sets of"
@@ -352,38 +367,21 @@ class Recipe(NetworkRecipe):
                 " descriptors"
             )
 
-    def _refuse_mixing(self) -> None:
-        """Raise a ValueError for keys of sampling that do not fit the sets of data.train."""
-        is_named = isinstance(self.data.train, Mapping)
-        fits = {"mix": is_named, "follow_loss": is_named and len(self.data.train_sets) > 1}
-        for key, is_right in fits.items():
-            if _value(self.sampling, key) is not None and not is_right:
-                raise ValueError(
-                    f"sampling.{key} is for several data sets, but data.train is one: leave it out,"
-                    " or name the sets, as in data.train: {cars: shards/cars, birds: shards/birds}"
-                )
-        once = [name for name, settings in self.data.train_sets.items() if not settings.repeat]
-        if _value(self.sampling, "follow_loss") is not None and once:
-            raise ValueError(
-                f"data.train.{once[0]}.repeat is false, but with sampling.follow_loss nobody knows"
-                " how often its images will come: leave one of them out"
-            )
-
     def _refuse_for_towers(self) -> None:
         """Raise a ValueError for bfloat16 parameters without autocast, or kept graphs of passes."""
         for key, value in (
-            ("engine.gather", _value(self.engine, "gather")),
-            ("model.adapter.base", _value(self.model.adapter, "base")),
+            ("engine.gather", value_of(self.engine, "gather")),
+            ("model.adapter.base", value_of(self.model.adapter, "base")),
         ):
             if value == "bf16" and {self.precision, self.evaluation.precision} != {"bf16"}:
                 raise ValueError(f"{key} is bf16: set precision and evaluation.precision to bf16")
-        if _value(self.engine, "reshard") == "pass" and self.keep not in ("auto", 0):
+        if value_of(self.engine, "reshard") == "pass" and self.keep not in ("auto", 0):
             raise ValueError(f"replay.keep is {self.keep}: set it to 0 for engine.reshard: pass")
 
     def _refuse_for_deepspeed(self) -> None:
         """Raise a ValueError for settings that DeepSpeed cannot do."""
         for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
-            if value and _value(self.engine, "stage") == 3:
+            if value and value_of(self.engine, "stage") == 3:
                 raise ValueError(
                     f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares"
                     f" them out; leave {key} out, or set engine.stage to 2 or engine to fsdp"
@@ -393,8 +391,3 @@ class Recipe(NetworkRecipe):
                 "optimizer.head_only is set, but deepspeed moves all parameters in each step; set"
                 " it to 0, or engine to ddp or fsdp"
             )
-
-
-def _value(part: Any, key: str) -> Any:
-    """Return the value of a key of a part that a recipe chooses by name, built or not."""
-    return part.keys.get(key) if isinstance(part, Part) else getattr(part, key, None)

@@ -147,7 +147,7 @@ class Gathered:
 
     def with_extra(self, extra: Mapping[str, Tensor]) -> "Gathered":
         """Add tensors of all ranks' images, given those (b, ...) of this rank's, by its slots."""
-        shared = dict[str, Tensor]()
+        shared = {}
         for name, rows in extra.items():
             local_rows = rows.to(self.gallery.device)[self.local[: len(rows)]]
             # As bytes, because gloo does not know every type.

@@ -18,6 +18,7 @@ from distap.registry.parts import build_recorded as build_recorded
 from distap.registry.parts import builds_recorded as builds_recorded
 from distap.registry.parts import by_path as by_path
 from distap.registry.parts import sum_in_full as sum_in_full
+from distap.registry.parts import value_of as value_of
 from distap.registry.table import GIVEN as GIVEN
 from distap.registry.table import METHODS as METHODS
 from distap.registry.table import REGISTRY as REGISTRY

@@ -243,3 +243,8 @@ def by_path(
             yield from by_path(value, separator, f"{prefix}{key}{separator}")
         else:
             yield f"{prefix}{key}", value
+
+
+def value_of(part: Any, key: str) -> Any:
+    """Return the value of a key of a part that a recipe chooses by name, built or not."""
+    return part.keys.get(key) if isinstance(part, Part) else getattr(part, key, None)

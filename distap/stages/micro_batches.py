@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from distap.errors import DistapError, logger, memory_ran_out
@@ -36,6 +36,11 @@ class Batch(Protocol):
     @property
     def present(self) -> Bool[Tensor, " b"]:
         """Return for each image whether it could be read."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, Shaped[Tensor, "b *K"]]:
+        """Further tensors of the images, by the names under which the loss takes them."""
         ...
 
     def images(self, rows: Rows) -> Any:

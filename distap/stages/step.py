@@ -221,7 +221,7 @@ class ThreeStages:
             buffers.restore()
 
     def gather(self, described: Described, batch: Batch) -> Gathered:
-        """Collect descriptors and labels of all ranks.
+        """Collect descriptors, labels and further tensors of all ranks.
 
         One descriptor that is not finite would poison every query of every rank, so its row is left
         out, and listed in `described.lost`.
@@ -236,7 +236,7 @@ class ThreeStages:
                 for first, rows in [*described.graphs.items()]:
                     if any(first <= row < first + len(rows) for row in described.lost):
                         del described.graphs[first]
-            return described.gathering.finish()
+            return described.gathering.finish().with_extra(batch.extra)
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: compute the loss of the batch and the gradient of this rank's descriptors."""

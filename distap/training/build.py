@@ -249,12 +249,6 @@ def loss_of(
 ) -> Loss:
     """Build the recipe's loss, with the same parameters on all ranks if it has any."""
     classes = None if images.index is None else torch.from_numpy(images.index.classes.numbers)
-    if recipe.loss.extras:
-        raise DistapError(
-            "loss.needs_extra",
-            f"loss: it takes {', '.join(recipe.loss.extras)} of each image: only Multistage,"
-            " ListwiseLoss and rank give that",
-        )
     _refuse_other_sets(recipe.loss, set_names(images))
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     _shard_classes(recipe, loss, world)

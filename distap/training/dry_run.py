@@ -70,22 +70,25 @@ def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, los
     Raises:
         DistapError: a part fails, such as a class of the user's own; it names the recipe's key.
     """
-    planned = _planned_labels(recipe, images)
+    planned = _planned(recipe, images)
     images.job = replace(images.job, workers=0, chunk=TRIED_IMAGES)
     with (
         blaming("data.augmentation", recipe.data.augmentation),
         closing(images.chunks(range(1))) as chunks,
     ):
         chunk = next(chunks)
-    labels = chunk.labels if planned is None else planned
+    samples, labels = (np.array(chunk.samples), chunk.labels) if planned is None else planned
     rows = _rows_to_rank(labels if labels.ndim == 1 else labels[:, 0])
     if rows is None:
         return
+    extra = {} if images.rows_of is None else images.rows_of(samples[rows])
     generator = torch.Generator().manual_seed(recipe.seed)
     descriptors = normalize(torch.randn(len(rows), dimensions, generator=generator))
     device = images.world.device
     with blaming("loss", loss):
-        ranking = rank(descriptors.to(device), torch.from_numpy(labels[rows]).to(device), loss)
+        ranking = rank(
+            descriptors.to(device), torch.from_numpy(labels[rows]).to(device), loss, extra=extra
+        )
     if not ranking.is_finite:
         raise DistapError(
             "loss.not_finite",
@@ -93,8 +96,8 @@ def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, los
         )
 
 
-def _planned_labels(recipe: Recipe, images: TrainingImages) -> Labels | None:
-    """Draw the first batch of the plan and return its labels; None if the source has no plan."""
+def _planned(recipe: Recipe, images: TrainingImages) -> tuple[Labels, Labels] | None:
+    """Draw the first batch of the plan; return its samples and labels, None without a plan."""
     plan = getattr(images, "plan", None)
     if plan is None:
         return None
@@ -112,7 +115,7 @@ def _planned_labels(recipe: Recipe, images: TrainingImages) -> Labels | None:
             " images",
         )
     labels: Labels = plan.classes.numbers[plan.classes.labels_of(batch)]
-    return labels
+    return batch, labels
 
 
 def _rows_to_rank(labels: Labels) -> Labels | None:

@@ -19,7 +19,13 @@ from distap.training.projection import described_once, whiten_projection, why_in
 from distap.training.run_report import RunReport
 from distap.training.run_state import RunState, is_begun, require_same
 from distap.training.schedule import Length
-from distap.training.start_checks import check_sets, checked_network, open_data
+from distap.training.start_checks import (
+    check_sets,
+    checked_network,
+    join_rows,
+    open_data,
+    open_rows,
+)
 from distap.world import World
 
 
@@ -70,6 +76,8 @@ def prepare(
     readers = replace(world, size=planned_ranks or world.size)
     images, sets = first_on_rank_0(world, partial(open_data, recipe, readers, stopwatch))
     world.agreed(None, [images.fingerprint[:12]], None, f"data in {recipe.data.train_name}")
+    rows = open_rows(recipe, world)
+    first_on_rank_0(world, partial(join_rows, images, rows))
     length = first_on_rank_0(world, partial(Length, recipe, images.index, images.size))
     on_rank_0(world, partial(check_sets, recipe, images, length.steps))
     report.plan(length)
@@ -81,6 +89,7 @@ def prepare(
     if not is_dry and why_inputs_vary(recipe, network, images) is None:
         recipe = described_once(recipe, images, world, resumes)
         images = images_of(recipe, world, stopwatch)
+        join_rows(images, rows)
     if not resumes:
         whiten_projection(recipe, network, images, world, only_check=is_dry)
     network.train()
@@ -102,7 +111,7 @@ def prepare(
         length=length,
         network=network,
         step=step,
-        state=RunState(recipe, world, images, step),
+        state=RunState(recipe, world, images, step, rows.fingerprints if rows else {}),
         is_begun=resumes,
         started=started,
     )

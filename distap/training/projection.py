@@ -110,6 +110,7 @@ def whiten_projection(
     # A reader of its own on the opened data set: the training's counts steps, and times its waits.
     reader = copy(images)
     reader.stopwatch = Stopwatch()
+    reader.rows_of = None
     _, size, transform = images.job.sizes[-1]
     own_sizes = {name: ((0.0, *sizes[-1][1:]),) for name, sizes in images.job.own_sizes.items()}
     reader.job = replace(images.job, sizes=((0.0, size, transform),), own_sizes=own_sizes)

@@ -42,8 +42,8 @@ MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")
 HOSTS_OWN: dict[str, Any] = {
     **dict.fromkeys(("run", "logs", "metrics"), True),
     "data": {
-        **dict.fromkeys(("train", "validation", "gallery", "workers", "prefetch", "pixels"), True),
-        "requests": True,
+        **dict.fromkeys(("train", "rows", "validation", "gallery"), True),
+        **dict.fromkeys(("workers", "prefetch", "pixels", "requests"), True),
         # All hosts have a cache, or none.
         "cache": {"folder", "bytes"},
     },
@@ -54,7 +54,7 @@ def require_same(recipe: Recipe, world: World) -> None:
     """Raise a DistapError on all ranks if one has another distap or recipe, but for HOSTS_OWN."""
     excluded: dict[str, Any] = HOSTS_OWN
     if isinstance(recipe.data.train, Mapping):  # of which hosts may have copies in other places
-        places = {name: {"data": True} for name in recipe.data.train}
+        places = {name: {"data", "rows"} for name in recipe.data.train}
         excluded = HOSTS_OWN | {"data": HOSTS_OWN["data"] | {"train": places}}
     names = [*(recipe.data.validation_sets if isinstance(recipe.data.validation, dict) else ())]
     names += recipe.evaluation.also
@@ -62,6 +62,7 @@ def require_same(recipe: Recipe, world: World) -> None:
         "distap": distap.__version__,
         # All ranks describe the same set at a time.
         "evaluation sets": names,
+        "data.rows": recipe.data.row_names,  # whose folders may be elsewhere
         **recipe.model_dump(mode="json", exclude=excluded),
     }
     of_rank_0 = world.gather_values(settings)[0]
@@ -95,14 +96,23 @@ def _storage_of(recipe: Recipe) -> Storage:
 
 
 class RunState:
-    """State of a training on one rank: in memory, and in checkpoints on disk or in a store."""
+    """State of a training on one rank: in memory, and in checkpoints on disk or in a store.
+
+    `rows` are the fingerprints of data.rows, by their keys.
+    """
 
     def __init__(
-        self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep
+        self,
+        recipe: Recipe,
+        world: World,
+        images: TrainingImages,
+        step: TrainingStep,
+        rows: Mapping[str, str],
     ) -> None:
         self.recipe = recipe
         self.world = world
         self.images = images
+        self.rows = rows
         self.learner = step.learner
         self.nearest: NearestClasses | None = None
         if isinstance(images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
@@ -194,7 +204,11 @@ class RunState:
         }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
-        identity: dict[str, Any] = {"data": self._fingerprints, "order": self.images.order}
+        identity: dict[str, Any] = {
+            "data": self._fingerprints,
+            "rows": self.rows,
+            "order": self.images.order,
+        }
         score = None
         if figures:
             score = score_of(figures, self.recipe)
@@ -219,15 +233,17 @@ class RunState:
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
-        before = _identity(recorded, checkpoint.manifest.about.get("data"))
-        changed = _differences(before, _identity(self._settings, self._fingerprints))
+        identity = checkpoint.manifest.about
+        before = _identity(recorded, identity.get("data"), identity.get("rows", {}))
+        now = _identity(self._settings, self._fingerprints, self.rows)
+        changed = _differences(before, now)
         if changed:
             raise DistapError(
                 "run.other_recipe",
                 f"{checkpoint.where}: the run was started with another recipe; choose another run"
                 " folder, or go back to it:\n" + "\n".join(f"  {line}" for line in changed),
             )
-        order = checkpoint.manifest.about.get("order")
+        order = identity.get("order")
         if order != self.images.order:
             raise DistapError(
                 "run.other_plan",
@@ -258,7 +274,7 @@ class RunState:
         logger.info("going on from %s", checkpoint.where)
 
 
-def _identity(recipe: dict[str, Any], fingerprint: Any) -> dict[str, Any]:
+def _identity(recipe: dict[str, Any], fingerprint: Any, rows: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that a run cannot change, because its state would change meaning."""
     reading = recipe["data"]["reading"]
     sets = recipe["data"]["train"]
@@ -271,6 +287,8 @@ def _identity(recipe: dict[str, Any], fingerprint: Any) -> dict[str, Any]:
     return {
         "data.reading": reading,
         "data.train": fingerprint,
+        # Next to data.train: `by_path` writes data.rows.teacher.
+        "data": {key.removeprefix("data."): fingerprint for key, fingerprint in rows.items()},
         **{name: recipe[name] for name in ("seed", "sampling", "model", "loss")},
         # The optimiser's state depends on these.
         **{f"optimizer.{key}": optimizer[key] for key in optimizer.keys() - set(MAY_CHANGE)},

@@ -20,6 +20,7 @@ from distap.errors import DistapError, logger, memory_ran_out
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.several_sets import merged_figure_names, with_mean
+from distap.evaluation.stored_rows import StoredRows
 from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
@@ -174,6 +175,50 @@ def _warn_of_shared_images(images: MixedImages) -> None:
             other,
             f"{shared:,}",
         )
+
+
+def open_rows(recipe: Recipe, world: World) -> StoredRows | None:
+    """Open the rows that the loss takes of each image; every rank calls it.
+
+    Raises:
+        DistapError: the loss takes other rows than data.rows names, or these cannot be used.
+    """
+    sets = recipe.data.train_sets
+    named = recipe.data.row_names
+    taken = recipe.loss.extras
+    lacking = [name for name in taken if name not in named]
+    if lacking:
+        raise DistapError(
+            "loss.needs_extra",
+            f"loss: it takes {', '.join(lacking)} of each image: name a folder of `distap extract`"
+            f" in data.rows, such as data.rows: {{{lacking[0]}: FOLDER}}",
+        )
+    unused = [name for name in named if name not in taken]
+    if unused:
+        raise DistapError(
+            "loss.unused_rows",
+            f"data.rows: {', '.join(unused)}: the loss takes {', '.join(taken) or 'no rows'} of"
+            " each image: leave these rows out, or choose a loss that takes them",
+        )
+    if not named:
+        return None
+    folders = {
+        name: {
+            f"data.train.{of_set}.rows.{name}" if of_set else f"data.rows.{name}": settings.rows[
+                name
+            ]
+            for of_set, settings in sets.items()
+        }
+        for name in named
+    }
+    return StoredRows(folders, recipe.data.cache, world)
+
+
+def join_rows(images: TrainingImages, rows: StoredRows | None) -> None:
+    """Let the images' shares have the rows of their images."""
+    if rows is not None:
+        assert isinstance(images, IndexedImages)
+        images.rows_of = rows.joined(images.read_from)
 
 
 def checked_network(

@@ -19,6 +19,7 @@ class TensorBatch:
         self.labels = labels[own_rows]
         self.present = torch.ones(len(self.labels), dtype=torch.bool)
         self.pixels = images[own_rows].clone()
+        self.extra = {}
         self.samples = torch.tensor(world.slots(len(images)))
 
     def images(self, rows: slice) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,8 @@ from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
 NO_SAMPLE = -1
-
+# Reads further tensors of images, (n, ...), by their numbers; those of NO_SAMPLE are 0.
+RowsOf = Callable[[NDArray[np.int64]], Mapping[str, NDArray[np.float32]]]
 
 # Share of the steps from which each holds (the first from 0), width and height of pixels, and the
 # transform.
@@ -181,6 +182,7 @@ class ShareOfBatch:
         chunks: Iterator[Chunk],
         stopwatch: Stopwatch,
         order: Tensor | None = None,
+        rows_of: RowsOf | None = None,
     ) -> None:
         self.step = step
         self.total = total
@@ -188,11 +190,13 @@ class ShareOfBatch:
         self.held = held
         self._chunks = chunks
         self._stopwatch = stopwatch
+        self._rows_of = rows_of
         # Filled as images are read: the step takes rows of them at each micro-batch.
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
         # Their classes, or (b, L) from the finest level; -1 for a missing image.
         self.labels = torch.full((count,), -1)
         self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
+        self.extra: dict[str, Tensor] = {}  # further tensors of the images, (b, ...)
         self.names: list[str] = []  # of the images that were read so far
         self.failures: list[Skipped] = []
         self.traffic = Counter[str]()  # of what was read so far; workers read ahead
@@ -221,6 +225,12 @@ class ShareOfBatch:
             self.labels = self.labels[:, None].repeat(1, chunk.labels.shape[1])
         self.labels[rows] = torch.from_numpy(chunk.labels)
         self.present[rows] = self.samples[rows] != NO_SAMPLE
+        if self._rows_of:
+            # Here, and not at the end of describe: the disk answers while the GPU describes.
+            for name, values in self._rows_of(np.array(chunk.samples)).items():
+                if name not in self.extra:
+                    self.extra[name] = torch.zeros(len(self.samples), *values.shape[1:])
+                self.extra[name].numpy()[rows] = values
         self.names += chunk.names
         self.failures += chunk.failures
         self.traffic += chunk.traffic
@@ -246,6 +256,7 @@ class TrainingImages(ABC):
         self.stopwatch = stopwatch
         self.size = job.sampling.size  # B, images of a global batch
         self.places = world.slots(self.size)  # of this rank's images in an exchange
+        self.rows_of: RowsOf | None = None  # for losses that take further tensors of images
         self._held: HeldPixels | None = None
 
     @abstractmethod
@@ -295,4 +306,5 @@ class TrainingImages(ABC):
                     chunks,
                     self.stopwatch,
                     order=None if order is None else torch.from_numpy(order),
+                    rows_of=self.rows_of,
                 )

@@ -1,0 +1,268 @@
+"""Rows that a loss takes of each training image, such as a teacher's, from folders of `distap
+extract`.
+
+They are joined to the images by name, and taken by the images' numbers, so that neither the order
+of the folder nor that of the batches matters.
+"""
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+from numpy.typing import NDArray
+
+from distap.checkpoint.agreement import on_all
+from distap.data.joined import MixedImages
+from distap.data.labels import Texts
+from distap.data.loading.reader import ImageSet
+from distap.data.loading.share import NO_SAMPLE, RowsOf
+from distap.data.shards.parallel import untracked
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import (
+    ABOUT_FILE,
+    CLASSES_FILE,
+    DESCRIPTORS_FILE,
+    KEYS_FILE,
+    DescriptorSet,
+    read_descriptors,
+)
+from distap.retrieval.row_blocks import BLOCK_NUMBERS, DescriptorParts
+from distap.storage.atomic import make_folder
+from distap.storage.cache import CacheSettings
+from distap.storage.files import Storage
+from distap.storage.locations import Source, parse_source
+from distap.telemetry.terminal import track
+from distap.world import World
+
+ROW_TYPES = ("float16", "float32")
+NAMED = 3  # images that a message names
+
+
+@dataclass(frozen=True)
+class RowFolder:
+    """Rows of images in a folder of `distap extract`."""
+
+    key: str  # of the recipe, such as data.rows.teacher
+    where: str  # the folder, as the recipe has it
+    stored: DescriptorSet  # a memory map of the folder, or of its copy on this host's disk
+
+    @classmethod
+    def open(cls, key: str, where: Source | str, cache: CacheSettings | None) -> "RowFolder":
+        """Open a folder, and copy it to this host's disk first if it is in a store.
+
+        Raises:
+            DistapError: the folder is missing or damaged, or its rows are of another type.
+        """
+        source = parse_source(where)
+        if source.kind != "shards" or source.pattern is not None or source.is_part:
+            raise DistapError(
+                "data.bad_source",
+                f"{key}: {source}: expected a folder of `distap extract`, on disk or behind a URL",
+            )
+        path = _copied(key, source, cache) if source.scheme else Path(source.base)
+        stored = read_descriptors(path)
+        if stored.descriptors.dtype.name not in ROW_TYPES:
+            raise DistapError(
+                "descriptors.wrong_shape",
+                f"{key}: {source}: rows of {stored.descriptors.dtype}; expected"
+                f" {' or '.join(ROW_TYPES)}, as `distap extract` writes them",
+            )
+        return cls(key, str(source), stored)
+
+    def fingerprint(self, shows: bool) -> str:
+        """Read all rows once, and return the SHA-256 of rows and names.
+
+        Args:
+            shows: show a progress bar if there are many rows.
+        Raises:
+            DistapError: a row is not finite.
+        """
+        values = self.stored.descriptors
+        keys = np.ascontiguousarray(self.stored.keys)
+        digest = hashlib.sha256(f"{values.dtype.str} {values.shape} {keys.dtype.str} ".encode())
+        digest.update(keys.view(np.uint8).data)
+        height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
+        starts = range(0, len(values), height)
+        tracked = track if shows and len(starts) > 1 else untracked
+        for start in tracked(starts, f"reading {self.key}", len(starts)):
+            block = np.ascontiguousarray(values[start : start + height])
+            is_wrong = ~np.isfinite(block).all(axis=1)
+            if is_wrong.any():
+                raise DistapError(
+                    "descriptors.not_finite",
+                    f"{self.key}: {self.where}: the row of {keys[start + is_wrong.argmax()]} is not"
+                    " finite: extract again",
+                )
+            digest.update(block.data)
+        return digest.hexdigest()
+
+    def joined(self, images: ImageSet) -> Int64[np.ndarray, " N"]:
+        """Return the row of each of N images, by its name.
+
+        Raises:
+            DistapError: an image has no row, or a name stands twice.
+        """
+        _refuse_doubled(self.key, images.keys, images.name)
+        stored = self.stored
+        _refuse_doubled(self.key, stored.keys, self.where)
+        order = np.argsort(stored.keys)
+        places = np.searchsorted(stored.keys, images.keys, sorter=order)
+        rows: NDArray[np.int64] = order[np.minimum(places, len(order) - 1)]
+        missing = images.keys[stored.keys[rows] != images.keys]
+        if len(missing):
+            names = ", ".join(
+                f"{name} ({stored.left_out[name]})" if name in stored.left_out else name
+                for name in missing[:NAMED].tolist()
+            )
+            raise DistapError(
+                "data.missing_rows",
+                f"{self.key}: {self.where} has no rows of {len(missing):,} of the"
+                f" {len(images):,} images of {images.name}, such as {names}: extract the rows of"
+                " these images, or leave them out of the data set",
+            )
+        return rows
+
+
+class StoredRows:
+    """Rows of each image of a training, by the names under which the loss takes them.
+
+    Every rank makes one. One rank of each host reads all rows once.
+
+    Args:
+        folders: by name, the folder of each data set by its recipe key.
+        cache: where a host keeps copies of folders in stores; None takes its temporary files.
+    Raises:
+        DistapError: on all ranks: a folder cannot be used, or hosts have other rows.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, Mapping[str, Source | str]],
+        cache: CacheSettings | None,
+        world: World,
+    ) -> None:
+        self._folders: dict[str, list[RowFolder]] = {}
+
+        def open_all() -> None:
+            for name, of_sets in folders.items():
+                self._folders[name] = [
+                    RowFolder.open(key, where, cache) for key, where in of_sets.items()
+                ]
+
+        def check() -> dict[str, str]:
+            open_all()
+            return {
+                folder.key: folder.fingerprint(shows=world.rank == 0)
+                for of_sets in self._folders.values()
+                for folder in of_sets
+            }
+
+        world.note("reading data.rows")
+        by_rank = on_all(world, check, takes_part=world.local_rank == 0)
+        # SHA-256 of rows and names, by the recipe key of the folder.
+        self.fingerprints: dict[str, str] = by_rank[0]
+        for rank, of_rank in enumerate(by_rank):
+            for key, fingerprint in (of_rank or {}).items():
+                if fingerprint != self.fingerprints[key]:
+                    raise DistapError(
+                        "ranks.differ",
+                        f"{key}: {world.called(rank)} has other rows than rank 0: give all hosts"
+                        " the same folder",
+                    )
+        if not self._folders:
+            open_all()
+
+    def joined(self, images: ImageSet | MixedImages) -> RowsOf:
+        """Return a function that reads rows by the numbers of images.
+
+        It returns (n, C) float32 of n numbers; or (n,), if rows have one dimension.
+
+        Raises:
+            DistapError: see `RowFolder.joined`; or data sets have rows of other dimensions.
+        """
+        sets = images.sets if isinstance(images, MixedImages) else (images,)
+        tables = dict[str, tuple[DescriptorParts, NDArray[np.int64]]]()
+        for name, folders in self._folders.items():
+            stored = [folder.stored.descriptors for folder in folders]
+            if len({values.shape[1] for values in stored}) > 1:
+                raise DistapError(
+                    "data.unequal_dimensions",
+                    "; ".join(
+                        f"{folder.key}: {values.shape[1]} dimensions"
+                        for folder, values in zip(folders, stored, strict=True)
+                    )
+                    + ": those of all sets have to come from one network",
+                )
+            first = np.cumsum([0, *map(len, stored)])
+            rows = [
+                begin + folder.joined(of_set)
+                for begin, folder, of_set in zip(first, folders, sets, strict=False)
+            ]
+            parts = DescriptorParts(
+                [(folder.where, folder.stored.descriptors) for folder in folders]
+            )
+            tables[name] = parts, np.concatenate(rows)
+
+        def read(samples: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+            is_there = samples != NO_SAMPLE
+            taken = dict[str, NDArray[np.float32]]()
+            for name, (parts, row_of) in tables.items():
+                values = np.zeros((len(samples), parts.shape[1]), np.float32)
+                values[is_there] = parts[row_of[samples[is_there]]]
+                taken[name] = values[:, 0] if values.shape[1] == 1 else values
+            return taken
+
+        return read
+
+
+def _refuse_doubled(key: str, names: Texts, where: str) -> None:
+    """Raise a DistapError if a name of an image stands twice."""
+    ascending = np.sort(names)
+    doubled = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
+    if len(doubled):
+        raise DistapError(
+            "data.doubled_names",
+            f"{key}: {len(doubled):,} names stand more than once in {where}, such as"
+            f" {', '.join(doubled[:NAMED].tolist())}, so rows cannot be joined to images by name:"
+            " rename the images and extract again",
+        )
+
+
+def _copied(key: str, source: Source, cache: CacheSettings | None) -> Path:
+    """Return the copy of a store's folder on this host's disk, which its ranks make once.
+
+    Raises:
+        DistapError: the store cannot be read, or the disk not be written.
+    """
+    storage = Storage(source.base)
+    # The record has the SHA-256 of the names, and tells what described them.
+    record = storage.read_whole(ABOUT_FILE)
+    digest = hashlib.sha256(source.base.encode() + b"\n" + record).hexdigest()
+    base = Path(tempfile.gettempdir(), f"distap-{os.getuid()}") if cache is None else cache.folder
+    folder = base.expanduser() / f"rows-{digest[:16]}"
+    try:
+        make_folder(folder)
+        # The kernel frees the lock of a process that is killed. What it leaves is written anew.
+        with (folder / ".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(DistapError):
+                read_descriptors(folder)
+                return folder
+            (folder / ABOUT_FILE).unlink(missing_ok=True)
+            for name in (KEYS_FILE, CLASSES_FILE, DESCRIPTORS_FILE):
+                storage.download(name, folder / name)
+            (folder / ABOUT_FILE).write_bytes(record)
+    except OSError as error:
+        raise DistapError(
+            "storage.cannot_write",
+            f"{key}: {folder}: {source} cannot be copied there: {error.strerror or error}: make"
+            " room, or name another folder by data.cache.folder, or by TMPDIR",
+        ) from error
+    return folder
