@@ -40,7 +40,7 @@ from benchmarks.contenders import (
 from benchmarks.evaluation import labelled_set
 from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
 from benchmarks.photos import jpeg, packed, photo
-from benchmarks.ranking import WRAPPERS, dense_product
+from benchmarks.ranking import OF_TEACHER, WRAPPERS, dense_product
 from benchmarks.step import GRAPHS_KEPT, TWO_PASSES, StepBenchmark
 from distap.config.sections import PrecisionName
 from distap.data.converters.landmarks import OF_LANDMARKS
@@ -74,7 +74,7 @@ from distap.world import CPU, World
 # SiMix around recall@k, its usual inner loss, has no gradient here: many virtual images come before
 # each positive.
 LOSSES: dict[str, Any] = {
-    **{name: name for name in REGISTRY["loss"] if name not in WRAPPERS},
+    **{name: name for name in REGISTRY["loss"] if name not in (*WRAPPERS, *OF_TEACHER)},
     "simix": {"name": "simix", "inner": "smooth_ap"},
 }
 ENGINES: dict[str, Any] = {

@@ -39,6 +39,7 @@ CAPTION = (
     " faster: than the materialised form with autograd, whose peak is its MB. error: of the"
     " gradient in float32, relative to float64."
 )
+OF_TEACHER = ("distil_features", "distil_relations", "compatible")
 WRAPPERS = ("matryoshka", "sum", "within", "by_set")  # of losses that are measured alone
 
 
@@ -183,7 +184,10 @@ class RankingBenchmark(harness.Benchmark):
         ].to(world.device)
         # Two super-classes, each of half the batch, for losses of graded relevance.
         levels = torch.column_stack([labels, labels % 2])[own_rows].to(world.device)
-        return gather(descriptors, levels, torch.ones(len(levels), dtype=torch.bool), world, batch)
+        is_image = torch.ones(len(levels), dtype=torch.bool)
+        gathered = gather(descriptors, levels, is_image, world, batch)
+        # The descriptors of other images stand for a teacher's; other losses do not read them.
+        return replace(gathered, extra={"teacher": gathered.descriptors.roll(1, dims=0)})
 
 
 def dense_product(gathered: Gathered) -> Callable[[], object]:

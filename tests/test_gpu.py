@@ -15,6 +15,7 @@ from networks import noise, random_network
 from problems import problem
 from servers import free_ports
 from steps import learning, step_with
+from teachers import extra_of
 from torch.nn.functional import normalize
 
 from distap.evaluation.given_descriptors import evaluate
@@ -148,6 +149,7 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
         loss = build_loss(LOSSES[name]).sized(classes, gathered.descriptors.shape[1], 0)
         if loss.learned is not None:
             loss.learned.to(device)
+        gathered = gathered.with_extra(extra_of(loss, gathered.descriptors.cpu()))
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
     on_gpu, expected = rankings
     assert float(on_gpu.loss) == pytest.approx(float(expected.loss), rel=1e-4)

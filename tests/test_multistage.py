@@ -12,6 +12,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from raising import raises
 from ranks import on_ranks
 from reference import listwise_loss
+from teachers import extra_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ from benchmarks.measuring import collectives_of
 from distap import MicroBatchSizes, Multistage
 from distap.errors import DistapError
 from distap.randomness import seed_for
+from distap.ranking.loss import Loss
 from distap.registry import REGISTRY
 from distap.stages.step import DROPOUT
 
@@ -33,6 +35,7 @@ OTHER = "pytorch-metric-learning"
 SEED = 5
 EVERY = [*REGISTRY["loss"], OTHER]
 CHOSEN = ["ap_q", "smooth_ap", "recall_at_k", "sup_con", "h_ap", "proxy_nca", OTHER]
+CHOSEN += ["distil_features", "distil_relations", "compatible", "koleo"]
 
 
 def loss_of(name):
@@ -64,7 +67,15 @@ def one_process(network, loss, size, **options):
     images, labels = small_images(IMAGES)
     torch.manual_seed(SEED)  # of simix
     multistage = Multistage(network, loss, size, **options)
-    return multistage(images, levels_of(labels)), multistage
+    return multistage(images, levels_of(labels), extra=extra_of_images(loss)), multistage
+
+
+def extra_of_images(loss, share=slice(None)):
+    """What the loss takes of a share of the images next to their labels."""
+    if not isinstance(loss, Loss):
+        return None
+    extra = extra_of(loss, torch.empty(IMAGES, 5, dtype=torch.float64))
+    return {name: rows[share] for name, rows in extra.items()}
 
 
 def gradients_of(network):
@@ -114,7 +125,8 @@ def one_case(world, wrapper, name, mode):
     torch.manual_seed(SEED)
 
     def backward():
-        values.append(outer(images, levels_of(labels)))
+        extra = extra_of_images(multistage.loss, share)
+        values.append(outer(images, levels_of(labels), extra=extra))
         (3 * values[-1]).backward()
 
     if passes == 2:

@@ -1,9 +1,9 @@
 """The global batch as every rank holds it when it is ranked."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
@@ -51,6 +51,10 @@ class Gathered:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     # of the descriptors before a loss converted them; None: as they are
     given_dtype: torch.dtype | None = None
+    # Descriptors of the batch's images as queries, if they are not the gallery's first rows: then
+    # queries and gallery are of two networks, and those of one of them are fixed, without gradient.
+    other_queries: Float[Tensor, "B C"] | None = None
+    fixed: Literal["queries", "gallery"] | None = None
 
     @property
     def tie_width(self) -> float:
@@ -70,7 +74,14 @@ class Gathered:
 
     @property
     def descriptors(self) -> Float[Tensor, "B C"]:
+        """Return the descriptors of the batch that get a gradient."""
+        if self.fixed == "gallery" and self.other_queries is not None:
+            return self.other_queries
         return self.gallery[: len(self.samples)]
+
+    @property
+    def queries(self) -> Float[Tensor, "B C"]:
+        return self.descriptors if self.other_queries is None else self.other_queries
 
     @property
     def labels(self) -> Int64[Tensor, " B"]:
@@ -176,7 +187,13 @@ class Gathered:
             taking_part=taking_part,
             arrival=arrival,
             extra={name: rows[of_batch] for name, rows in self.extra.items()},
+            other_queries=None if self.other_queries is None else self.other_queries[of_batch],
         )
+
+    def converted(self, convert: Callable[[Tensor], Tensor], **changes: Any) -> "Gathered":
+        """Convert the descriptors of queries and gallery, as `convert` does rows (n, C)."""
+        queries = None if self.other_queries is None else convert(self.other_queries)
+        return replace(self, gallery=convert(self.gallery), other_queries=queries, **changes)
 
     def share(self, rows: Shaped[Tensor, "b *K"]) -> Shaped[Tensor, "B *K"]:
         """Gather the rows of all ranks, in the order of `descriptors`."""

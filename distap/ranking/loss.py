@@ -110,6 +110,7 @@ class Loss(ABC):
     # a query counts only if another image of its class is ranked
     needs_positives: ClassVar[bool] = True
     query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
+    asymmetric: ClassVar[bool] = False  # queries and gallery may be of two networks
     # a method, and how many parameters all have
     formula: ClassVar[tuple[str, int]] = ("value_and_gradient", 2)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from newer_losses import MARGINS, csl, graded, proxies_of
 from reference import listwise_loss, proxies
+from teachers import OF_TEACHER, of_teacher, teacher_of
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -58,6 +59,8 @@ def defined(
     labels = levels[:, 0]
     if name in OF_SETS:
         return of_sets(name, d, levels, learned)
+    if name in (*OF_TEACHER, "koleo"):
+        return of_teacher(name, d, teacher_of(d), levels)
     if name == "sum":
         return 0.3 * defined("sup_ap", d, levels) + 0.7 * defined("arc_face", d, levels, learned)
     if name == "matryoshka":

@@ -151,9 +151,10 @@ def graded(
     delta: float | None = None,
     offset: float | None = None,
     start: float = 0.5,
+    images: Tensor | None = None,
 ) -> Tensor:
-    """H-AP and NDCG of labels (B, L), the finest first."""
-    everything = torch.cat([descriptors, gallery])
+    """H-AP and NDCG of labels (B, L), the finest first; `images` take the batch's place."""
+    everything = torch.cat([descriptors if images is None else images, gallery])
     known_labels = torch.cat([levels, gallery_levels])
     depth = levels.shape[1]
     count = len(known_labels)

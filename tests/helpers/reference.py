@@ -18,21 +18,24 @@ def listwise_loss(
     gallery_labels: Tensor | None = None,
     weights: str | Tensor = "uniform",
     self_pair: bool | None = None,
+    images: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
     """A loss of each query, query by query; `gallery` is what is ranked besides the batch itself.
 
-    A query needs a positive, but for `sigmoid`.
+    With `images`, the queries rank these of another network, (B, C), in place of the batch. A query
+    needs a positive, but for `sigmoid`.
     """
     if name == "roadmap":
         return _roadmap(
-            descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings
+            descriptors, labels, gallery, gallery_labels, weights, self_pair, images, **settings
         )
     if self_pair is None:
         self_pair = name in ("ap_q", "ap_t", "smooth_ap", "sup_ap")
     batch = labels.tolist()
     everything = batch + ([] if gallery_labels is None else gallery_labels.tolist())
-    images = descriptors if gallery is None else torch.cat([descriptors, gallery])
+    images = descriptors if images is None else images
+    images = images if gallery is None else torch.cat([images, gallery])
     similarities = descriptors @ images.t()
     queries = []
     weight = []
@@ -57,9 +60,10 @@ def listwise_loss(
 def _roadmap(*batch: Any, lam: float = 0.5, **settings: Any) -> Tensor:
     """Ramzi et al. 2021, eq. 8; in calibration a query is no positive of its own."""
     of_scores = {key: settings.pop(key) for key in ("alpha", "beta", "form") if key in settings}
-    *images, self_pair = batch
-    ranking = listwise_loss("sup_ap", *images, self_pair, **settings)
-    return (1 - lam) * ranking + lam * listwise_loss("calibration", *images, False, **of_scores)
+    *rows, self_pair, images = batch
+    ranking = listwise_loss("sup_ap", *rows, self_pair, images, **settings)
+    scores = listwise_loss("calibration", *rows, False, images, **of_scores)
+    return (1 - lam) * ranking + lam * scores
 
 
 def _violating_calibration(

@@ -1,73 +1,138 @@
-"""A loss that takes a teacher's rows, and folders of such rows as `distap extract` writes them."""
+"""Losses with a teacher, and KoLeo, written slowly and obviously from their definitions."""
 
-from functools import partial
-from pathlib import Path
-
-import numpy as np
 import torch
-from torch.nn.functional import kl_div, normalize
+from newer_losses import graded
+from reference import listwise_loss
+from torch import Tensor
+from torch.nn.functional import normalize
 
-import distap
-from distap.retrieval.descriptor_files import (
-    DESCRIPTORS_FILE,
-    DescribedBy,
-    DescriptorSet,
-    write_described,
-)
+from distap.ranking.loss import Loss
 
-DIMENSIONS = 7
-
-
-@distap.loss
-def of_relations(descriptors, labels, teacher):
-    """Each image's similarities to the others as the teacher has them."""
-    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    ours, theirs = (
-        (rows @ rows.t() / 0.1).masked_fill(itself, -1e9).log_softmax(1)
-        for rows in (descriptors, normalize(teacher.to(descriptors)))
-    )
-    return kl_div(ours, theirs, reduction="batchmean", log_target=True)
+OF_TEACHER = ("distil_features", "distil_relations", "compatible")
+OF_IMAGES = (
+    "distil_features",
+    "distil_relations",
+    "koleo",
+)  # they need no labels
+GRADED = ("h_ap", "smooth_ndcg", "sup_ndcg")
 
 
-def teacher_rows(keys, seed=0, dtype=np.float32) -> dict[str, np.ndarray]:
-    """A row of each image, by its name."""
-    generator = np.random.default_rng(seed)
-    return {
-        str(key): generator.standard_normal(DIMENSIONS).astype(dtype)
-        for key in sorted(map(str, keys))
-    }
+def teacher_of(descriptors: Tensor) -> Tensor:
+    """A teacher's descriptors, the same for as many of as many dimensions, near none of them."""
+    generator = torch.Generator().manual_seed(11)
+    drawn = torch.randn(descriptors.shape, generator=generator, dtype=torch.float64)
+    return normalize(drawn).to(descriptors.dtype)
 
 
-def write_rows(
-    folder: Path,
-    rows: dict[str, np.ndarray],
-    left_out=None,
-    network="teacher",
-) -> Path:
-    """A folder of rows, in another order than any data set's."""
-    keys = np.random.default_rng(1).permutation([*rows])
-    return write_table(
-        folder,
-        keys,
-        np.stack([rows[key] for key in keys]),
-        left_out,
-        network,
-    )
+def extra_of(loss: Loss, descriptors: Tensor) -> dict[str, Tensor]:
+    """What the loss takes of these images next to their labels."""
+    return {"teacher": teacher_of(descriptors)} if "teacher" in loss.extras else {}
 
 
-def write_table(folder, keys, values, left_out=None, network="teacher") -> Path:
-    """A folder of rows with these names."""
-    described = DescriptorSet(
-        values,
-        keys,
-        keys,
-        DescribedBy(network, "crop 32"),
-        "images",
-        left_out or {},
-    )
-    write_described(
-        folder,
-        described,
-        {DESCRIPTORS_FILE: partial(np.save, arr=values)},
-    )
-    return folder
+def weights_of(levels: Tensor, weights: str | Tensor) -> Tensor:
+    labels = levels[:, 0].tolist()
+    if isinstance(weights, Tensor):
+        return weights.double()
+    sizes = [labels.count(label) if weights == "class" else 1 for label in labels]
+    return 1 / torch.tensor(sizes, dtype=torch.float64)
+
+
+def distil_features(d: Tensor, t: Tensor, distance: str = "cosine") -> list[Tensor]:
+    if distance == "cosine":
+        return [1 - ours @ theirs for ours, theirs in zip(d, t, strict=True)]
+    return [((ours - theirs) ** 2).sum() for ours, theirs in zip(d, t, strict=True)]
+
+
+def distil_relations(
+    d: Tensor,
+    t: Tensor,
+    form: str = "kl",
+    temperature: float = 0.1,
+    teacher_temperature: float = 0.1,
+) -> list[Tensor]:
+    losses = []
+    for query in range(len(d)):
+        other_rows = [j for j in range(len(d)) if j != query]
+        ours = torch.stack([d[query] @ d[j] for j in other_rows])
+        theirs = torch.stack([t[query] @ t[j] for j in other_rows])
+        if form == "squared":
+            losses.append(((ours - theirs) ** 2).mean())
+            continue
+        q = (ours / temperature).exp() / (ours / temperature).exp().sum()
+        p = (theirs / teacher_temperature).exp() / (theirs / teacher_temperature).exp().sum()
+        losses.append((p * (p.log() - q.log())).sum())
+    return losses
+
+
+def koleo(d: Tensor, epsilon: float = 1e-8) -> list[Tensor]:
+    losses = []
+    for query in range(len(d)):
+        distances = [(d[query] - d[j]).norm() for j in range(len(d)) if j != query]
+        nearest = distances[0]
+        for distance in distances[1:]:
+            if distance < nearest - 1e-12:
+                nearest = distance
+        losses.append(-torch.log(nearest + epsilon))
+    return losses
+
+
+def mean_of(losses: list[Tensor], levels: Tensor, weights: str | Tensor = "uniform") -> Tensor:
+    weight = weights_of(levels, weights)
+    return (weight * torch.stack(losses)).sum() / weight.sum()
+
+
+def across(
+    inner: str,
+    queries: Tensor,
+    images: Tensor,
+    levels: Tensor,
+    **settings: object,
+) -> Tensor:
+    """A listwise loss of queries against the descriptors of the same images by another network."""
+    if inner in GRADED:  # whose weights are uniform
+        return graded(
+            inner,
+            queries,
+            levels,
+            queries[:0],
+            levels[:0],
+            "uniform",
+            images=images,
+        )
+    name = "ap_q" if inner == "softbin" else inner
+    return listwise_loss(name, queries, levels[:, 0], images=images, **settings)
+
+
+def compatible(
+    d: Tensor,
+    t: Tensor,
+    levels: Tensor,
+    inner: str = "smooth_ap",
+    queries: str = "both",
+    **settings: object,
+) -> Tensor:
+    of_student = across(inner, d, t, levels, **settings)
+    of_teacher = across(inner, t, d, levels, **settings)
+    both = (of_student + of_teacher) / 2
+    return {"student": of_student, "teacher": of_teacher, "both": both}[queries]
+
+
+def of_teacher(
+    name: str,
+    d: Tensor,
+    t: Tensor,
+    levels: Tensor,
+    weights: str | Tensor = "uniform",
+    **settings: object,
+) -> Tensor:
+    """One of the losses of descriptors, those of the teacher, and labels (B, L)."""
+    t = normalize(t.to(d))
+    if name == "compatible":
+        return compatible(d, t, levels, weights=weights, **settings)
+    if name == "koleo":
+        return mean_of(koleo(d, **settings), levels, weights)
+    function = {
+        "distil_features": distil_features,
+        "distil_relations": distil_relations,
+    }[name]
+    return mean_of(function(d, t, **settings), levels, weights)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from newer_losses import OF_QUERY
 from problems import problem, rank_raw, remembering
 from reference import listwise_gradient
+from teachers import extra_of
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
@@ -129,7 +130,8 @@ def test_in_float32_value_and_gradients_are_those_of_float64(name):
     raw, labels = problem(1, 120, 20, dtype=torch.float32)
     of_type = (torch.float64, torch.float32)
     exact, ranked = (
-        rank_raw(raw.to(item), levels_of(labels), built(name, 400, 8, item)) for item in of_type
+        rank_raw(raw.to(item), levels_of(labels), loss, extra=extra_of(loss, raw.to(item)))
+        for item, loss in ((item, built(name, 400, 8, item)) for item in of_type)
     )
     assert_same(*ranked, exact[0].loss.item(), exact[1], tolerance=1e-5)
     for actual, expected in zip(ranked[0].by_parameters, exact[0].by_parameters, strict=True):
@@ -174,11 +176,13 @@ def test_small_tiles_give_what_one_large_tile_gives_and_duplicates_are_ties(
     raw, labels = problem(7, 3 * third, 40, dimensions=100, dtype=dtype)
     loss = built(name, int(labels.max()) + 1, 100, dtype)
     raw[third : 2 * third] = raw[:third]
-    whole, gradient = rank_raw(raw, levels_of(labels), loss)
+    extra = extra_of(loss, raw)
+    whole, gradient = rank_raw(raw, levels_of(labels), loss, extra=extra)
     for pairs in (500, 4_000):
         monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", pairs)
         tolerance = 100 * torch.finfo(dtype).eps
-        assert_same(*rank_raw(raw, levels_of(labels), loss), whole.loss.item(), gradient, tolerance)
+        ranked = rank_raw(raw, levels_of(labels), loss, extra=extra)
+        assert_same(*ranked, whole.loss.item(), gradient, tolerance)
 
 
 @pytest.mark.parametrize(

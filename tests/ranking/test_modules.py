@@ -3,6 +3,7 @@ import torch
 from definitions import built, levels_of
 from problems import problem, remembering
 from reference import listwise_gradient
+from teachers import extra_of
 from torch.nn.functional import normalize
 
 from distap.ranking.listwise import ListwiseLoss
@@ -16,10 +17,11 @@ def test_without_gradients_it_is_a_figure_to_watch(name):
     raw, labels = problem(7, 20, 4)
     levels = levels_of(labels)
     loss = ListwiseLoss(built(name, 10, 8))
-    expected = loss(raw, levels).item()
+    extra = extra_of(loss.loss, raw)
+    expected = loss(raw, levels, extra=extra).item()
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            assert loss(raw, levels).item() == expected
+            assert loss(raw, levels, extra=extra).item() == expected
 
 
 def test_it_says_that_it_differentiates_once():

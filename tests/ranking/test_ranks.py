@@ -8,6 +8,7 @@ import torch.distributed as dist
 from definitions import OF_SETS, built
 from problems import problem, remembering, slots_of_ranks
 from ranks import on_ranks
+from teachers import extra_of
 from torch.nn.functional import normalize
 
 from benchmarks.measuring import collectives_of
@@ -77,6 +78,7 @@ RANKED = [
     for mode in MODES
     if (mode == "sharded" or loss in CENTRAL)
     and not (case == "remembered" and isinstance(LOSSES[loss], DescriptorLoss))
+    and not (case == "remembered" and loss in ("distil_relations", "compatible"))
     and (case != "levels" or loss in BY_LEVELS)
 ]
 
@@ -86,6 +88,8 @@ def rank_share(world, case, loss, mode):
     descriptors, labels, taking_part = make()
     own_rows = slice(world.rank, None, world.size)
     gathered = gather(descriptors[own_rows], labels[own_rows], taking_part[own_rows], world, SLOTS)
+    extra = extra_of(LOSSES[loss], descriptors)
+    gathered = gathered.with_extra({key: rows[own_rows] for key, rows in extra.items()})
     if with_memory:
         gathered = remembering(1, 9, dimensions=6).extend(gathered)
     ranking = rank_descriptors(LOSSES[loss], gathered, mode)

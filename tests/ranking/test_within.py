@@ -10,6 +10,7 @@ from problems import problem
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from raising import raises
 from ranks import on_ranks
+from teachers import teacher_of
 from torch.nn.functional import normalize
 
 import distap
@@ -127,7 +128,10 @@ def of_set(levels, number):
 
 def extra_of(loss, rows):
     drawn = torch.rand(SLOTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return dict.fromkeys(loss.extras, drawn[rows])
+    extra = dict.fromkeys(loss.extras, drawn)
+    if "teacher" in extra:
+        extra["teacher"] = teacher_of(torch.empty(SLOTS, DIMENSIONS, dtype=torch.float64))
+    return {name: tensor[rows] for name, tensor in extra.items()}
 
 
 @cache

@@ -19,7 +19,7 @@ from small_trainings import (
     recipe,
     train,
 )
-from teachers import teacher_rows, write_rows, write_table
+from row_folders import teacher_rows, write_rows, write_table
 
 import distap as library
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
@@ -35,7 +35,7 @@ from distap.training.start_checks import open_rows
 from distap.world import World
 
 STEPS = 3
-LOSS = {"ap_q": 1.0, "teachers:of_relations": 0.5}
+LOSS = {"ap_q": 1.0, "row_folders:of_relations": 0.5}
 SETTINGS = {
     "steps": STEPS,
     "loss": LOSS,
@@ -396,7 +396,7 @@ run: {tmp_path}/run
 steps: 2
 data: {{train: {shards}, image_size: 32, workers: 0, rows: {{teacher: {folder}}}}}
 sampling: {{name: p_by_k, classes: 6, images: 2}}
-loss: {{ap_q: 1.0, "teachers:of_relations": 0.5}}
+loss: {{ap_q: 1.0, "row_folders:of_relations": 0.5}}
 model: {{backbone: test_resnet, weights: random}}
 """
     (tmp_path / "recipe.yaml").write_text(text)

@@ -105,6 +105,7 @@ class SimilarityLoss(Loss):
     weights: QueryWeights = "uniform"
     """Weigh all queries alike (uniform), all classes (class), or as `extra` says (given)."""
     formula: ClassVar[tuple[str, int]] = ("loss", 3)
+    asymmetric: ClassVar[bool] = True
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> PerQuery:
         """Return the loss of each of r queries, differentiable by the similarities.
@@ -170,7 +171,8 @@ class SimilarityLoss(Loss):
         #     dL/dD = Gᵀ Q     all rows, summed over blocks and ranks
         #
         # A block is forgotten before the next one, so memory holds r N pairs, whatever the batch.
-        # What a memory remembers of earlier steps gets no gradient.
+        # What a memory remembers of earlier steps gets no gradient, nor do the descriptors of
+        # another network, whose part of the sum is left out.
         own_weights = weights[gathered.own]
         of_batch = torch.zeros_like(gathered.descriptors)
         by_queries = torch.zeros_like(gathered.descriptors[: len(own_weights)])
@@ -185,16 +187,21 @@ class SimilarityLoss(Loss):
             # descriptor's length.
             if gathered.of_unit_length:
                 slopes[torch.arange(len(numbers), device=numbers.device), rows.queries] = 0
-            by_queries[numbers] = slopes @ gallery
-            of_batch.addmm_(slopes[:, :batch].t(), gathered.descriptors[rows.queries])
+            if gathered.fixed != "queries":
+                by_queries[numbers] = slopes @ gallery
+            if gathered.fixed != "gallery":
+                of_batch.addmm_(slopes[:, :batch].t(), gathered.queries[rows.queries])
         sums = [gathered.world.sum(total.to(gallery)).to(total) for total in by_parameters]
-        return LossValue(
-            value=gathered.world.sum((own_weights * per_query).sum()),
-            per_query=torch.where(own_weights > 0, per_query, torch.nan),
+        gradient = by_queries
+        if gathered.fixed != "gallery":
             # One reduce-scatter of B C numbers, which the histograms' losses do without: their
             # slopes are symmetric. An image gets both: what it wants as a query, and what the
             # queries of all ranks want of it.
-            gradient=by_queries + gathered.sum_own(of_batch),
+            gradient = gradient + gathered.sum_own(of_batch)
+        return LossValue(
+            value=gathered.world.sum((own_weights * per_query).sum()),
+            per_query=torch.where(own_weights > 0, per_query, torch.nan),
+            gradient=gradient,
             by_parameters=tuple(sums),
         )
 
@@ -218,7 +225,7 @@ class SimilarityLoss(Loss):
             yield (
                 numbers,
                 Rows(
-                    similarities=gathered.descriptors[queries] @ gallery.t(),
+                    similarities=gathered.queries[queries] @ gallery.t(),
                     levels=gathered.gallery_levels,
                     queries=queries,
                     same_class=same_class,

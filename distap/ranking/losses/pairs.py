@@ -124,7 +124,7 @@ class DistanceLoss(PairLoss):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Twice the memory of the gallery; rounding to float32 at the end costs nothing that counts.
         dtype = gathered.gallery.dtype
-        exact = replace(gathered, gallery=normalize(gathered.gallery.double()), given_dtype=dtype)
+        exact = gathered.converted(lambda rows: normalize(rows.double()), given_dtype=dtype)
         value = super().value_and_gradient(exact, budget)
         return value._replace(gradient=value.gradient.to(dtype))
 

@@ -6,13 +6,73 @@ from typing import ClassVar, Literal
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from torch.nn.functional import pad
 
-from distap.ranking.histogram.passes import Counts, HistogramLoss
-from distap.ranking.loss import Presets
+from distap.ranking import compiling
+from distap.ranking.gathered import Gathered
+from distap.ranking.histogram.passes import (
+    Counts,
+    HistogramLoss,
+    bin_codes,
+    soft_counts,
+)
+from distap.ranking.loss import Budget, LossValue, Presets
+from distap.ranking.losses.base import Rows, SimilarityLoss, Totals
+
+
+class SoftBinsAP(HistogramLoss):
+    """A loss of soft bins, whose queries and gallery may be of two networks."""
+
+    asymmetric: ClassVar[bool] = True
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        if gathered.other_queries is None:
+            return super().value_and_gradient(gathered, budget)
+        # The tiles of passes.py stand for their mirror images, but such similarities are not
+        # symmetric: they are counted row by row.
+        by_rows = SoftBinsOfRows(self, self_pair=self.self_pair, weights=self.weights)
+        return by_rows.value_and_gradient(gathered, budget)
 
 
 @dataclass(frozen=True)
-class QuantizedAP(HistogramLoss):
+class SoftBinsOfRows(SimilarityLoss):
+    """A loss of soft bins that counts whole rows of similarities; see passes.py for the maths."""
+
+    bins: HistogramLoss
+
+    def value_and_slopes(self, rows: Rows, totals: Totals) -> tuple[Tensor, ...]:
+        loss = self.bins
+        count = rows.is_positive.sum(1, keepdim=True)
+        negative_count = (~rows.negatives.isinf()).sum(1, keepdim=True)
+        sides = (
+            (rows.negatives, negative_count),
+            (
+                rows.positives.masked_fill(~rows.is_positive, -torch.inf),
+                count,
+            ),
+        )
+        compiles = rows.pairs >= compiling.PAYS_FROM_PAIRS * (
+            compiling.ON_GPU if rows.similarities.is_cuda else 1
+        )
+        counts = compiling.compiled(soft_counts) if compiles else soft_counts
+        tables = list[Tensor]()
+        for similarities, total in sides:
+            soft = counts(similarities, loss.high, loss.width, loss.centres)
+            tables.append(torch.cat([soft, total], dim=1).double().requires_grad_())
+        with torch.enable_grad():
+            value = 1 - loss.average_precision(*tables)
+            by_count = torch.autograd.grad((rows.weights * value).sum(), tables)
+        slopes = list[Tensor]()
+        for (similarities, _), table in zip(sides, by_count, strict=True):
+            # Pairs outside the bins have the last code, and slope 0.
+            by_code = pad(table[:, :-1] / loss.width, (0, 1)).to(similarities.dtype)
+            codes = bin_codes(similarities, loss.high, loss.width, loss.centres)
+            slopes.append(by_code.gather(1, codes.long()))
+        return value.detach(), rows.with_positives(*slopes)
+
+
+@dataclass(frozen=True)
+class QuantizedAP(SoftBinsAP):
     """AP_Q, Average Precision with quantised similarities (Revaud et al. 2019, eq. 7 to 12)."""
 
     # naver/deep-image-retrieval, dirtorch/loss.py at commit 11171a8; it counts an image alone in
@@ -42,7 +102,7 @@ class FastAP(QuantizedAP):
 
 
 @dataclass(frozen=True)
-class TieAwareAP(HistogramLoss):
+class TieAwareAP(SoftBinsAP):
     """AP_T: the mean AP over all orders of the images within a bin (He et al. 2018)."""
 
     form: Literal["simplified", "full"] = "simplified"

@@ -1,6 +1,7 @@
 """SiMix: mix the descriptors of a class into virtual images, and rank these as well."""
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int64
@@ -24,6 +25,7 @@ class SiMix(WrappedLoss):
     seed, step and pair, and carries no gradient.
     """
 
+    asymmetric: ClassVar[bool] = False
     inner: Inner = field(default_factory=RecallAtK)
     """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap,
     tau: 0.05}."""

@@ -55,6 +55,10 @@ class SumOfLosses(Loss):
         return nn.ModuleList(modules) if modules else None
 
     @property
+    def asymmetric(self) -> bool:  # type: ignore[override]
+        return all(loss.asymmetric for _, loss in self.parts)
+
+    @property
     def extras(self) -> tuple[str, ...]:
         # each name once
         return tuple(dict.fromkeys(name for _, loss in self.parts for name in loss.extras))
@@ -211,7 +215,7 @@ class OfPrefix(WrappedLoss):
         return normalize(descriptors[:, : self.d])
 
     def cut(self, gathered: Gathered) -> Gathered:
-        return replace(gathered, gallery=self.prefix(gathered.gallery))
+        return gathered.converted(self.prefix)
 
     def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
         """Return the loss with the gradient of the full descriptors, given that of the cut ones."""
