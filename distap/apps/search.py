@@ -109,6 +109,8 @@ def open_searcher(
 ) -> Searcher:
     """Open an index with the network and the whitening that described its images.
 
+    If several networks did, any of them describes the queries.
+
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows
             searches by key alone.
@@ -116,22 +118,23 @@ def open_searcher(
         trust: let the network's record name classes that are not distap's.
     """
     opened = read_index(index)
-    maker = opened.described_by
+    networks = opened.networks
+    makers = (opened.described_by,) if networks is None else networks.described_by
     if checkpoint is None:
         return Searcher(opened)
-    if maker.whitening is not None and whitening is None:
+    if whitening is None and all(maker.whitening is not None for maker in makers):
         raise DistapError(
             "descriptors.whitening_missing",
             f"{index}: its images were described with a whitening: name its file with --whitening",
         )
     # Imported here, since keys need no network.
-    from distap.evaluation.extraction.image_describer import describer_like
+    from distap.evaluation.extraction.image_describer import describer_like, maker_of
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import trained_network
 
     _, network = trained_network(checkpoint, world, best, trusted=trust)
     learned = None if whitening is None else load_whitening(whitening)
-    return Searcher(opened, describer_like(maker, network, learned))
+    return Searcher(opened, describer_like(maker_of(makers, network), network, learned))
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:

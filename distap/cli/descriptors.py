@@ -26,6 +26,10 @@ KIND = (
     " OPQ64,IVF4096,PQ64."
 )
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
+ONLY_MISSING = (
+    "Folder of an earlier extraction, by a network whose descriptors are compatible with those of"
+    " this one: take over its rows, and describe only the images that it lacks."
+)
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
@@ -38,12 +42,17 @@ def extract_command(
     trust: options.TRUST = False,
     ranks: options.RANKS = "1",
     whitening: options.WHITENING = None,
+    only_missing: Annotated[
+        Path | None, typer.Option(help=ONLY_MISSING, show_default="describe all")
+    ] = None,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
     KEY=VALUE changes the recipe of the network: evaluation.scales=[1,0.7] describes each image at
     two scales. After a stop, the same command continues from the finished parts, on any number of
-    ranks. Images that cannot be used are listed in OUTPUT/about.json. On several machines start
+    ranks. Images that cannot be used are listed in OUTPUT/about.json. With --only-missing,
+    OUTPUT also has the earlier rows, in front, and says which network described each row; queries
+    may then come from either network. On several machines start
     `torchrun [...] -m distap.cli extract [...]` on each; all must see OUTPUT.
     """
     from distap.checkpoint.agreement import first_on_rank_0
@@ -52,6 +61,7 @@ def extract_command(
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
+    from distap.evaluation.joined_rows import StoredRows, open_rows
     from distap.processes.stopping import leave_when_asked
     from distap.training.build import trained_network
     from distap.world import joined_world
@@ -71,21 +81,24 @@ def extract_command(
                 checkpoint, world, best, overrides or [], trusted=trust
             )
 
-            def opened() -> tuple[ImageDescriber, ImageSet]:
+            def opened() -> tuple[ImageDescriber, ImageSet, StoredRows | None]:
                 describing = describing_of(recipe, network, world, whitening=whitening)
-                return describing.describer, open_images(source)
+                earlier = None if only_missing is None else open_rows(only_missing)
+                return describing.describer, open_images(source), earlier
 
-            describer, images = first_on_rank_0(world, opened)
+            describer, images, earlier = first_on_rank_0(world, opened)
             data = recipe.data
             describing = Describing(
                 describer, world, data.workers, shown=True, requests=data.requests
             )
-            written = extract_to_folder(Extraction(describing, images), output)
+            written = extract_to_folder(Extraction(describing, images), output, earlier)
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
     if world.rank == 0:
         text = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
+        if earlier is not None:
+            text += f", {len(earlier.stored)} of them from {only_missing}"
         if written.left_out:
             text += f"; {len(written.left_out)} files left out, see {output / 'about.json'}"
         print_result(f"{output}: {text}")

@@ -22,6 +22,11 @@ GALLERY_SET = "Shards to search in; the images of each data set are the queries.
 DISTRACTORS = (
     "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
 )
+GALLERY_ROWS = (
+    "Folder that `distap extract` wrote of the same images by another network: adds figures of the"
+    " queries of each network in the gallery of the other. Repeat for the folders of several data"
+    " sets."
+)
 MERGED_HELP = (
     "Evaluate the data sets as one too, in which data set and class must agree, as UnED does."
 )
@@ -63,6 +68,7 @@ def eval_command(
     gallery: Annotated[
         str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")
     ] = None,
+    gallery_rows: Annotated[list[Path] | None, data_option(help=GALLERY_ROWS)] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     merged: Annotated[bool, data_option("--merged", help=MERGED_HELP)] = False,
     truth: Annotated[
@@ -93,7 +99,8 @@ def eval_command(
     Google Landmarks v2, is evaluated by its ground truth. KEY=VALUE changes the recipe of the
     network: evaluation.sizing='side 1024' takes whole images. For several ranks run `torchrun [...]
     -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
-    figures from 0 to 1 of each refinement (`plain` is none).
+    figures from 0 to 1 of each refinement (`plain` is none). With --gallery-rows, figures such as
+    `new-to-old mAP` are of queries of the network in the gallery of the other one.
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.describing import describing_of
@@ -111,7 +118,15 @@ def eval_command(
             refinement = Refinement(database_augmentation, query_expansion, neighbours, rerank)
             names = figures.replace(",", " ").split()
             sets = _opened_sets(
-                recipe, data or [], distractors or [], gallery, gallery_draws, truth, names, merged
+                recipe,
+                data or [],
+                distractors or [],
+                gallery,
+                gallery_draws,
+                truth,
+                names,
+                merged,
+                gallery_rows or [],
             )
             return sets, describing, refinement
 
@@ -138,6 +153,7 @@ def _opened_sets(
     truth: Path | None,
     figures: Sequence[str],
     merged: bool,
+    gallery_rows: Sequence[Path],
 ) -> Any:
     """Open the data sets to evaluate on; without sources, the recipe's own with its settings."""
     from distap.evaluation.sets import open_named_sets
@@ -165,4 +181,5 @@ def _opened_sets(
         gallery=gallery,
         gallery_draws=gallery_draws,
         merged=merged,
+        gallery_rows=gallery_rows,
     )

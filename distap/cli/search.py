@@ -52,8 +52,8 @@ def search_command(
 
     An image that is searched for by its key needs no --checkpoint, and is not among its own hits.
     Files that cannot be used are named, and the exit status is then 1. With --json, a list:
-    `query`, and `hits` of it, each with `rank` from 1, `key`, `class` and `similarity`; or the
-    `problem` of a file that cannot be used.
+    `query`, and `hits` of it, each with `rank` from 1, `key`, `class` and `similarity`, and with
+    `network` if several have described the index; or the `problem` of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
     from distap.world import joined_world
@@ -109,16 +109,22 @@ serve_command.__signature__ = Signature(  # type: ignore[attr-defined]
 
 
 def _table(result: "Query") -> Table:
+    headings = ["rank", "key", "class", "similarity"]
     rows = [
-        (str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
+        [str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}"]
         for rank, hit in enumerate(result.hits, 1)
     ]
-    return text_table(escape(result.name), "", ("rank", "key", "class", "similarity"), rows)
+    if any(hit.network for hit in result.hits):
+        headings.append("network")
+        for row, hit in zip(rows, result.hits, strict=True):
+            row.append(hit.network)
+    return text_table(escape(result.name), "", headings, rows)
 
 
 def _as_json(result: "Query") -> dict[str, Any]:
-    hits = [
+    hits: list[dict[str, Any]] = [
         {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
+        | ({"network": hit.network} if hit.network else {})
         for rank, hit in enumerate(result.hits, 1)
     ]
     entry: dict[str, Any] = {"query": result.name, "hits": hits}

@@ -50,6 +50,10 @@ class EvaluatedSet(Section):
     truth: Path | None = None
     """File that says for each image of `data` which ones are right, as `distap eval --truth` reads
     it."""
+    gallery_rows: Path | list[Path] | None = None
+    """Folder, or list of folders, that `distap extract` wrote of the same images by another
+    network, for figures of queries in the other's gallery: `new-to-old mAP`, new being the network
+    in training, `old-to-new mAP`, and `old-to-old mAP`, which stays the same."""
     figures: tuple[str, ...] = ()
     """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's
     protocol."""
@@ -65,7 +69,7 @@ class BestSection(Section):
     set: str | None = None
     """Name of a set, or mean or merged; null takes data.validation, or mean if it names several."""
     figure: str = "mAP"
-    """Name of a figure of that set, such as R@1."""
+    """Name of a figure of that set, such as R@1, or new-to-old mAP with gallery_rows."""
 
 
 class EvaluationSection(DescribingSection):

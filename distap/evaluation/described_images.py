@@ -1,21 +1,25 @@
 """Descriptors of `distap extract` in place of the images of a training or an evaluation set."""
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from distap.data.images.boxes import Box
 from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import Chunk, LoadingJob
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.image_folders import warn_of
 from distap.data.shards.index import index_of_files
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
+from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
 from distap.retrieval.descriptor_files import read_descriptors
@@ -32,6 +36,7 @@ class DescribedImages(ImageSet):
 
     def __init__(self, source: Source) -> None:
         stored = self.stored = read_descriptors(Path(source.base))
+        stored.require_one_network("they stand for what one network gives to its head")
         without = int((stored.classes == "").sum())
         if without:
             raise DistapError(
@@ -95,6 +100,28 @@ class DescribedImages(ImageSet):
                 for _, block in row_blocks(rows, np.float32)
             ]
         return np.concatenate(blocks)
+
+
+def descriptors_of(
+    describing: Describing, images: ImageSet, boxes: Mapping[int, Box]
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every
+    rank.
+
+    Args:
+        boxes: by image number, the part of an image to describe, in pixels.
+    """
+    if isinstance(images, DescribedImages):
+        return np.arange(len(images)), images.described_by(describing.describer)
+    samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))
+    left_out = {str(images.keys[number]): reason for number, reason in reasons.items()}
+    if describing.world.rank == 0:
+        warn_of(images.name, images.index.left_out)
+        for key in left_out.keys() - dict(images.index.left_out).keys():
+            logger.warning(
+                "left out of the evaluation: %s of %s: %s", key, images.name, left_out[key]
+            )
+    return samples, descriptors
 
 
 class DescribedTraining(IndexedImages):

@@ -6,7 +6,7 @@ VehicleID.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from distap.data.images.boxes import Box
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import ImageSet
-from distap.data.shards.image_folders import warn_of
-from distap.errors import DistapError, logger
-from distap.evaluation.described_images import DescribedImages
-from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
+from distap.errors import DistapError
+from distap.evaluation.described_images import descriptors_of
+from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import GroundTruth
+from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, JoinedRows, StoredRows
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors, figure_names
@@ -46,6 +46,8 @@ class EvaluationSet:
     # times that an image of each class is drawn as the gallery of the others; 0 does not
     draws: int = 0
     distractors: tuple[str, ...] = ()  # files and folders of descriptors, see `open_parts`
+    # what another network has described: the gallery, and the queries if they are there too
+    gallery_rows: tuple[StoredRows, ...] = ()
 
     @cached_property
     def images(self) -> JoinedImages:
@@ -74,9 +76,18 @@ class EvaluationSet:
         """Return whether some queries are images of the gallery that is given."""
         return len(self.images.sets) < len(self.queries) + len(self.gallery)
 
+    @cached_property
+    def joined_rows(self) -> JoinedRows:
+        """Return `gallery_rows` joined with the images."""
+        truth = self.truth
+        has_boxes = truth is not None and any(query.box for query in truth.queries)
+        return JoinedRows(self.images, self.queries, self.gallery, self.gallery_rows, has_boxes)
+
     @property
     def figure_names(self) -> list[str]:
-        """Names of the figures of its evaluation, with those of groups and parts of queries."""
+        """Names of the figures of its evaluation, with those of groups and parts of queries, and
+        of other directions.
+        """
         truth = self.truth
         images = self.images
         groups = [""]
@@ -90,13 +101,17 @@ class EvaluationSet:
         elif GRADED.keys() & set(self.figures):
             labels = images.labels(images.samples(images.sets), with_levels=True)
             groups += [f"level {level}" for level in range(1, labels[:1].size)]
-        return figure_names(self.figures, groups, domains)
+        names = figure_names(self.figures, groups, domains)
+        return names + [
+            f"{prefix} {name}" for prefix in self.joined_rows.directions for name in names
+        ]
 
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks.
 
         Every rank gets all descriptors.
         """
+        self.joined_rows.require_dimensions(describing.describer.dimensions)
         images = self.images
         truth = self.truth
         by_class = truth is not None and truth.query
@@ -128,7 +143,7 @@ class EvaluationSet:
                 # has its box.
                 key = (one_set, bool(set_boxes))
                 if key not in described_sets:
-                    described_sets[key] = _descriptors(describing, one_set, set_boxes)
+                    described_sets[key] = descriptors_of(describing, one_set, set_boxes)
                 set_samples, rows = described_sets[key]
                 samples.append(first + set_samples)
                 descriptors.append((one_set.name, rows))
@@ -140,42 +155,17 @@ class EvaluationSet:
         if self.gallery:
             gallery_samples, gallery = described(self.gallery, {})
 
-        listed = None
-        device = describing.describer.device
-        if truth is not None and truth.queries:
-            asked = names[query_samples].tolist()
-            searched = names[gallery_samples].tolist()
-            lost = {*names.tolist()}.difference(asked, searched)
-            records, queries = truth.asked(*truth.grouped(asked, queries, lost.union(searched)))
-            found, gallery = truth.grouped(searched, gallery, lost.union(asked))
-            listed = truth.of_gallery(records, found, device, self.has_queries_in_gallery, lost)
-        elif truth is not None:
-            listed = truth.of_classes(images.classes, query_samples, gallery_samples, device)
-        return DescribedSet(
-            self, queries, gallery, query_samples, gallery_samples, listed, describing
+        described_set = DescribedSet(
+            self, queries, gallery, query_samples, gallery_samples, None, describing
         )
-
-
-def _descriptors(
-    describing: Describing, images: ImageSet, boxes: Mapping[int, Box]
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every
-    rank.
-
-    Args:
-        boxes: by image number, the part of an image to describe, in pixels.
-    """
-    if isinstance(images, DescribedImages):
-        return np.arange(len(images)), images.described_by(describing.describer)
-    samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))
-    left_out = {str(images.keys[number]): reason for number, reason in reasons.items()}
-    if describing.world.rank == 0:
-        warn_of(images.name, images.index.left_out)
-        for key in left_out.keys() - dict(images.index.left_out).keys():
-            logger.warning(
-                "left out of the evaluation: %s of %s: %s", key, images.name, left_out[key]
-            )
-    return samples, descriptors
+        described_set = described_set.with_stored()
+        if truth is None:
+            return described_set
+        if truth.queries:
+            return described_set.listed_by(truth, names)
+        device = describing.describer.device
+        by_classes = truth.of_classes(images.classes, query_samples, gallery_samples, device)
+        return replace(described_set, truth=by_classes)
 
 
 @dataclass(frozen=True)
@@ -189,6 +179,61 @@ class DescribedSet:
     gallery_samples: NDArray[np.int64]  # numbers of the gallery's images there
     truth: Truth | None  # that of the ground truth; None: images of the query's class are right
     describing: Describing
+    # queries and gallery, in the same order, as the network of `gallery_rows` describes them; None
+    # where it has not
+    stored_queries: Descriptors | None = None
+    stored_gallery: Descriptors | None = None
+
+    def with_stored(self) -> "DescribedSet":
+        """Take the rows of another network, if there are any."""
+        evaluation_set = self.evaluation_set
+        joined = evaluation_set.joined_rows
+        queries = gallery = None
+        if OLD_TO_OLD in joined.directions:
+            queries = gallery = joined.rows(evaluation_set.queries, self.query_samples)
+        if joined.directions and evaluation_set.gallery:
+            gallery = joined.rows(evaluation_set.gallery, self.gallery_samples)
+        return replace(self, stored_queries=queries, stored_gallery=gallery)
+
+    def listed_by(self, truth: GroundTruth, names: NDArray[np.str_]) -> "DescribedSet":
+        """Take the queries that a ground truth lists, and instances in place of their images.
+
+        Args:
+            names: names of all images, as `truth` has them.
+        """
+        asked = names[self.query_samples].tolist()
+        searched = names[self.gallery_samples].tolist()
+        lost = {*names.tolist()}.difference(asked, searched)
+
+        def as_queries(rows: Descriptors) -> tuple[Any, Descriptors]:
+            return truth.asked(*truth.grouped(asked, rows, lost.union(searched)))
+
+        def as_gallery(rows: Descriptors) -> tuple[Any, Descriptors]:
+            return truth.grouped(searched, rows, lost.union(asked))
+
+        records, queries = as_queries(self.queries)
+        gallery_names, gallery = as_gallery(self.gallery)
+        stored_queries = self.stored_queries
+        stored_gallery = self.stored_gallery
+        if stored_queries is not None:
+            stored_queries = as_queries(stored_queries)[1]
+        if stored_gallery is not None:
+            stored_gallery = as_gallery(stored_gallery)[1]
+        listed = truth.of_gallery(
+            records,
+            gallery_names,
+            self.describing.describer.device,
+            self.evaluation_set.has_queries_in_gallery,
+            lost,
+        )
+        return replace(
+            self,
+            queries=queries,
+            gallery=gallery,
+            truth=listed,
+            stored_queries=stored_queries,
+            stored_gallery=stored_gallery,
+        )
 
     @cached_property
     def samples(self) -> NDArray[np.int64]:
@@ -212,15 +257,15 @@ class DescribedSet:
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.
 
-        With drawn galleries, figures are means over the draws.
+        With drawn galleries, figures are means over the draws. With the rows of another network,
+        there are figures of each direction, such as `new-to-old mAP`.
         """
         evaluation_set = self.evaluation_set
         truth = evaluation_set.truth
-        evaluated = [
-            self._evaluated(queries, gallery, refinement) for queries, gallery in self._draws()
-        ]
-        first = evaluated[0]
-        summaries = [result.summary() for result in evaluated]
+        first, figures = self._averaged(refinement)
+        for direction in evaluation_set.joined_rows.directions:
+            of_direction = self._of_direction(direction, refinement)
+            figures |= {f"{direction} {name}": value for name, value in of_direction.items()}
         count = len(self.queries)
         listed = 0 if truth is None else len(truth.queries)
         return Evaluation(
@@ -233,12 +278,37 @@ class DescribedSet:
             queries=int((first.first_positive > 0).sum()),
             # A listed query whose own image could not be described counts as left out too.
             left_out=first.left_out + max(listed - count, 0),
-            figures={
-                name: float(np.mean([summary[name] for summary in summaries]))
-                for name in summaries[0]
-            },
+            figures=figures,
             hits=None if truth or evaluation_set.draws else self._retrieved(first),
         )
+
+    def _averaged(self, refinement: Refinement) -> tuple[Evaluated, dict[str, float]]:
+        """Return the first draw, and the figures over all draws."""
+        evaluated = [
+            self._evaluated(queries, gallery, refinement) for queries, gallery in self._draws()
+        ]
+        summaries = [result.summary() for result in evaluated]
+        figures = {
+            name: float(np.mean([summary[name] for summary in summaries])) for name in summaries[0]
+        }
+        return evaluated[0], figures
+
+    def _of_direction(self, direction: str, refinement: Refinement) -> dict[str, float]:
+        """Return the figures with another network's rows as queries, gallery or both.
+
+        The truth is by rows, so that a query leaves its own image out in the other network's rows
+        too.
+        """
+        if direction == NEW_TO_OLD:
+            return replace(self, gallery=self.stored_gallery)._averaged(refinement)[1]
+        if direction == OLD_TO_NEW:
+            return replace(self, queries=self.stored_queries)._averaged(refinement)[1]
+        samples = self.query_samples.tobytes(), self.gallery_samples.tobytes()
+        constant = self.evaluation_set.joined_rows.constant
+        if (*samples, refinement) not in constant:
+            sides = replace(self, queries=self.stored_queries, gallery=self.stored_gallery)
+            constant[*samples, refinement] = sides._averaged(refinement)[1]
+        return constant[*samples, refinement]
 
     def refined_by(self, refinement: Refinement) -> str:
         """Name of what is done to descriptors or rankings, for results."""
@@ -281,9 +351,11 @@ class DescribedSet:
             )
         queries = self.queries[query_rows]
         is_labelled = evaluation_set.kind == LABELLED
-        gallery = queries if is_labelled else self.gallery[gallery_rows]
+        gallery = self.gallery[gallery_rows]
+        if is_labelled and self.gallery is self.queries:
+            gallery = queries  # the same object, so that pairs are compared once
         distractors = self.open_distractors()
-        queries, gallery, head = refinement.apply(queries, gallery, distractors)
+        queries, gallery, head = refinement.apply(queries, gallery, distractors, same=is_labelled)
         return evaluate_descriptors(
             queries,
             gallery,

@@ -11,11 +11,12 @@ from typing import Any
 from distap.config.evaluation_sections import MERGED
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.loading.reader import ImageSet, open_images
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
+from distap.evaluation.joined_rows import NEW_TO_OLD, by_direction, open_rows, upgrade_lines
 from distap.evaluation.saved import Evaluation
 from distap.evaluation.several_sets import evaluate_merged, merged_sets
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
@@ -36,6 +37,7 @@ def open_set(
     truth: Path | str | None = None,
     gallery_draws: int = 0,
     figures: Sequence[str] = (),
+    gallery_rows: Sequence[Path] | Path = (),
 ) -> EvaluationSet:
     """Open a data set to evaluate on: shards with classes, or a converted folder with a ground
     truth.
@@ -49,6 +51,8 @@ def open_set(
             0 draws none.
         figures: names, see `distap.retrieval.figures`; none takes those of the ground truth, or
             LABELLED_FIGURES.
+        gallery_rows: folders of `distap extract` of the same images by another network, for figures
+            of the queries of each network in the gallery of the other.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -66,12 +70,28 @@ def open_set(
             "evaluation.gallery_known",
             f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out",
         )
-    return replace(
+    folders = [gallery_rows] if isinstance(gallery_rows, Path) else gallery_rows
+    if folders and distractors:
+        raise DistapError(
+            "evaluation.rows_and_distractors",
+            f"{source}: distractors are in the gallery of one network, but gallery_rows gives the"
+            " galleries of two: leave one of them out",
+        )
+    opened = replace(
         opened,
         name=name or Path(source.base).name or "data",
         figures=tuple(figures) or opened.figures,
         distractors=tuple(distractors),
+        gallery_rows=tuple(map(open_rows, folders)),
     )
+    if opened.joined_rows.directions == (NEW_TO_OLD,):
+        logger.info(
+            "%s: %s has no rows of the queries, or not within their boxes, so there are no figures"
+            " of old-to-new and old-to-old: evaluate the old network for the latter",
+            opened.name,
+            " and ".join(map(str, folders)),
+        )
+    return opened
 
 
 def _open_images(where: Source | str) -> ImageSet:
@@ -222,6 +242,7 @@ def evaluate_sets(
             print_result(
                 f"{name}: {evaluation.queries} queries, {evaluation.left_out} without a positive"
                 " left out",
-                figures_table({evaluation.refinement: evaluation.figures}),
+                figures_table(by_direction(evaluation.refinement, evaluation.figures)),
+                *upgrade_lines(evaluation.figures),
             )
     return about | {"sets": results}

@@ -108,7 +108,8 @@ def evaluate_merged(
     first = next(iter(members.values()))
     describing = first.describing
     distractors = first.open_distractors()  # which are the same for all sets
-    queries, gallery, head = refinement.apply(queries, gallery, distractors)
+    same = queries is gallery
+    queries, gallery, head = refinement.apply(queries, gallery, distractors, same=same)
     evaluated = evaluate_descriptors(
         queries,
         gallery,

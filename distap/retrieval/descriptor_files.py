@@ -28,8 +28,13 @@ ABOUT_FILE = "about.json"
 DESCRIPTORS_FILE = "descriptors.npy"
 KEYS_FILE = "keys.npy"
 CLASSES_FILE = "classes.npy"
+NETWORKS_FILE = "networks.npy"  # of a folder whose rows several networks have described
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
 DESCRIPTORS_VERSION = 3
+# of folders with NETWORKS_FILE, which a distap that reads version 3 alone must refuse
+NETWORKS_VERSION = 4
+
+SHORT = 12  # letters of a fingerprint that are shown
 
 Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a type of its own
 
@@ -71,16 +76,33 @@ class DescribedBy:
 
 
 @dataclass(frozen=True)
+class Networks:
+    """Which network has described each of N rows.
+
+    Descriptors of these networks can be compared with each other: `distap extract --only-missing`
+    was called for them.
+    """
+
+    described_by: tuple[DescribedBy, ...]  # oldest first
+    of_row: NDArray[np.uint16]  # (N,) place in `described_by`
+
+    def name(self, row: int) -> str:
+        """Return the short fingerprint of the network that described a row."""
+        return self.described_by[self.of_row[row]].network[:SHORT]
+
+
+@dataclass(frozen=True)
 class DescriptorSet:
     """Descriptors of N images, of length 1, in the order of their data set."""
 
     descriptors: NDArray[Any]  # (N, C) float32 or float16, possibly a memory map
     keys: Texts  # (N,) unique names
     classes: Texts  # (N,) class names, "" for none
-    described_by: DescribedBy
+    described_by: DescribedBy  # of several, the last
     data: str  # path or URL of the images
     # by name, why an image could not be described
     left_out: Mapping[str, str] = field(default_factory=dict)
+    networks: Networks | None = None  # if there are several
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -93,6 +115,20 @@ class DescriptorSet:
                 "descriptors.wrong_shape",
                 f"{self.data}: descriptors of shape {self.descriptors.shape} for {len(self.keys)}"
                 f" keys and {len(self.classes)} classes; expected (N, C), N and N",
+            )
+
+    @property
+    def makers(self) -> tuple[DescribedBy, ...]:
+        """Return how images were described, by each network."""
+        return (self.described_by,) if self.networks is None else self.networks.described_by
+
+    def require_one_network(self, purpose: str) -> None:
+        if self.networks is not None:
+            names = " and ".join(maker.network[:SHORT] for maker in self.makers)
+            raise DistapError(
+                "descriptors.several_networks",
+                f"{self.data}: the networks {names} have described its images, but {purpose}:"
+                " extract all images by one network",
             )
 
 
@@ -115,6 +151,10 @@ def write_described(
         KEYS_FILE: partial(np.save, arr=descriptors.keys, allow_pickle=False),
         CLASSES_FILE: partial(np.save, arr=descriptors.classes, allow_pickle=False),
     }
+    networks = descriptors.networks
+    if networks is not None:
+        texts[NETWORKS_FILE] = partial(np.save, arr=networks.of_row, allow_pickle=False)
+        about["networks"] = [asdict(maker) for maker in networks.described_by]
     identities: dict[str, dict[str, Any]] = {}
     try:
         (folder / ABOUT_FILE).unlink(missing_ok=True)
@@ -131,7 +171,7 @@ def write_described(
             "descriptors.not_written", f"{folder}: {', '.join(files)} cannot be written: {error}"
         ) from error
     record = {
-        "version": DESCRIPTORS_VERSION,
+        "version": DESCRIPTORS_VERSION if networks is None else NETWORKS_VERSION,
         "data": descriptors.data,
         "images": len(descriptors),
         "dimensions": descriptors.descriptors.shape[1],
@@ -146,7 +186,7 @@ def write_described(
 
 def read_described(
     folder: Path, name: str, command: str, remedy: str
-) -> tuple[dict[str, Any], DescribedBy, Texts, Texts, tuple[int, int]]:
+) -> tuple[dict[str, Any], DescribedBy, Networks | None, Texts, Texts, tuple[int, int]]:
     """Read a folder of `write_described`: its record, keys (N,) and classes (N,), and the shape N
     and C.
 
@@ -163,11 +203,11 @@ def read_described(
         )
     with reading(path, command):
         record = read_json(path)
-        if record["version"] != DESCRIPTORS_VERSION:
+        if record["version"] not in (DESCRIPTORS_VERSION, NETWORKS_VERSION):
             raise DistapError(
                 "descriptors.other_version",
-                f"{path}: version {record['version']!r}, this distap reads {DESCRIPTORS_VERSION};"
-                f" {remedy}",
+                f"{path}: version {record['version']!r}, this distap reads {DESCRIPTORS_VERSION}"
+                f" and {NETWORKS_VERSION}; {remedy}",
             )
         # The folder may hold descriptors in place of an index, or an index in place of descriptors.
         if name not in record["files"]:
@@ -176,11 +216,14 @@ def read_described(
             )
         record |= {"data": str(record["data"]), "left_out": dict(record["left_out"])}
         described_by = DescribedBy(**record["described_by"])
+        makers = tuple[DescribedBy, ...]()
+        if record["version"] == NETWORKS_VERSION:
+            makers = tuple(DescribedBy(**maker) for maker in record["networks"])
         shape = int(record["images"]), int(record["dimensions"])
         # Descriptors are recorded without a hash, and then only their size is compared.
         identities = {
             file: FileIdentity(**{"sha256": "", **record["files"][file]})
-            for file in (name, KEYS_FILE, CLASSES_FILE)
+            for file in (name, KEYS_FILE, CLASSES_FILE, *[NETWORKS_FILE] * bool(makers))
         }
     for file, identity in identities.items():
         difference = identity.difference(folder / file, ABOUT_FILE)
@@ -192,7 +235,16 @@ def read_described(
         if not keys.shape == classes.shape == shape[:1]:
             raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
         classes = np.array(list(map(composed, classes.tolist())), dtype=np.str_)
-    return record, described_by, keys, classes, shape
+        networks = None
+        if makers:
+            of_row = np.load(folder / NETWORKS_FILE, allow_pickle=False)
+            if of_row.shape != keys.shape or of_row.max(initial=0) >= len(makers):
+                raise ValueError(
+                    f"{NETWORKS_FILE}: {of_row.shape} numbers up to {of_row.max(initial=0)}, of"
+                    f" {len(makers)} networks"
+                )
+            networks = Networks(makers, of_row)
+    return record, described_by, networks, keys, classes, shape
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
@@ -201,11 +253,13 @@ def read_descriptors(folder: Path) -> DescriptorSet:
     Raises:
         DistapError: see `read_described`.
     """
-    record, described_by, keys, classes, shape = read_described(
+    record, described_by, networks, keys, classes, shape = read_described(
         folder, DESCRIPTORS_FILE, "distap extract", "extract again"
     )
     with reading(folder / DESCRIPTORS_FILE, "distap extract"):
         values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
         if (values.shape, str(values.dtype)) != (shape, record["dtype"]):
             raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
-    return DescriptorSet(values, keys, classes, described_by, record["data"], record["left_out"])
+    data = record["data"]
+    left_out = record["left_out"]
+    return DescriptorSet(values, keys, classes, described_by, data, left_out, networks)

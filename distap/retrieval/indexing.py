@@ -30,6 +30,7 @@ from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import (
     DescribedBy,
     DescriptorSet,
+    Networks,
     Texts,
     read_described,
     reading,
@@ -67,6 +68,7 @@ class Hit(NamedTuple):
     class_name: str  # "" for none
     similarity: float  # approximate if the index stores codes
     row: int
+    network: str = ""  # that described it, if the index has images of several
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +78,11 @@ class SearchIndex:
     index: Any  # of Faiss; a lock lets one search in at a time, which uses all threads
     keys: Texts  # (N,)
     classes: Texts  # (N,)
-    described_by: DescribedBy
+    described_by: DescribedBy  # of several, the last
     data: str  # path or URL of the images
     # contents of about.json, such as `index` (kind, factory string) and `measured`
     about: dict[str, Any]
+    networks: Networks | None = None  # if there are several
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -112,9 +115,16 @@ class SearchIndex:
                 f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it"
                 " again",
             )
+        networks = self.networks
         return [
             [
-                Hit(str(self.keys[row]), str(self.classes[row]), similarity, row)
+                Hit(
+                    str(self.keys[row]),
+                    str(self.classes[row]),
+                    similarity,
+                    row,
+                    "" if networks is None else networks.name(row),
+                )
                 for row, similarity in zip(query_rows, query_similarities, strict=True)
                 if row >= 0  # Faiss fills up with -1
             ]
@@ -172,7 +182,7 @@ def require_free_for_index(folder: Path) -> None:
     """Raise a DistapError if a folder holds anything but an index whose writing was interrupted."""
     paths = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
     names = {path.name for path in paths}
-    if names - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE}:
+    if names - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE, files.NETWORKS_FILE}:
         raise DistapError(
             "index.folder_in_use",
             f"{folder}: {', '.join(sorted(names)[:3])} would be lost; move it, or name a new"
@@ -182,7 +192,7 @@ def require_free_for_index(folder: Path) -> None:
 
 def read_index(folder: Path) -> SearchIndex:
     """Read a folder of `write_index` into memory; raise a DistapError that names a damaged file."""
-    about, described_by, keys, classes, shape = read_described(
+    about, described_by, networks, keys, classes, shape = read_described(
         folder, INDEX_FILE, "distap index", "index it again"
     )
     with reading(folder / INDEX_FILE, "distap index"):
@@ -195,7 +205,7 @@ def read_index(folder: Path) -> SearchIndex:
             raise ValueError("it ranks by distances, not by similarities")
         # A ValueError for half of a surrogate pair, which no terminal or page can show.
         "".join((*keys.tolist(), *classes.tolist())).encode()
-    return SearchIndex(index, keys, classes, described_by, about["data"], about)
+    return SearchIndex(index, keys, classes, described_by, about["data"], about, networks)
 
 
 # Factory string and search parameters.
@@ -270,6 +280,7 @@ def build_index(
             "index": {"kind": kind, "factory": factory, "search": search},
             "build_seconds": time.perf_counter() - started,
         },
+        descriptors.networks,
     )
 
 

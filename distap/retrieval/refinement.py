@@ -124,20 +124,26 @@ class Refinement:
         return [name for name, setting in settings.items() if setting is not None]
 
     def apply(
-        self, queries: Descriptors, gallery: Descriptors, distractors: Descriptors | None = None
+        self,
+        queries: Descriptors,
+        gallery: Descriptors,
+        distractors: Descriptors | None = None,
+        *,
+        same: bool,
     ) -> tuple[Descriptors, Descriptors, Int64[Tensor, "Q K"] | None]:
         """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned
         themselves.
 
-        If the queries are the gallery itself, none is its own neighbour or in its own head.
-
         Args:
             distractors: (M, C) further rows that are found too; augmentation does not take them.
+            same: query i is the image of row i of the gallery, and neither its own neighbour nor in
+                its own head. Then the queries are augmented too, among themselves: another network
+                may have described the gallery.
         Returns:
             Queries (Q, C), gallery (N, C), and the rows that come first for each query (distractors
             from N), or None.
         """
-        same = queries is gallery
+        is_itself = queries is gallery
         if self.augment is not None:
             if distractors is not None:
                 raise DistapError(
@@ -146,7 +152,9 @@ class Refinement:
                     " augmentation out",
                 )
             gallery = expanded(gallery, gallery, self.neighbours, self.augment, same=True)
-        if same:
+            if same and not is_itself:
+                queries = expanded(queries, queries, self.neighbours, self.augment, same=True)
+        if is_itself:
             queries = gallery
         searched = gallery
         head = None

@@ -285,7 +285,7 @@ def open_parts(
 def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str, Any]]:
     if any((path / name).exists() for name in (ABOUT_FILE, EXTRACTION_FILE)):
         stored = read_descriptors(path)
-        if described_by not in (None, stored.described_by):
+        if described_by not in (None, *stored.makers):
             raise DistapError(
                 "descriptors.other_network",
                 f"{path}: described by {stored.described_by}, expected {described_by}",

@@ -102,6 +102,7 @@ def learned_whitening(
         dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the
             greatest variance.
     """
+    descriptors.require_one_network("a whitening fits those of one alone")
     if descriptors.described_by.whitening is not None:
         raise DistapError(
             "descriptors.whitened",

@@ -185,6 +185,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
             gallery_draws=section.gallery_draws,
             figures=section.figures,
             truth=section.truth,
+            gallery_rows=section.gallery_rows or (),
         )
         for name, section in recipe.evaluation.also.items()
     }

@@ -95,8 +95,9 @@ def prepare(
     network.train()
 
     def try_sets() -> None:
-        for name in sets:  # raises for images that the network does not take, before it trains
-            describing_of_set(recipe, name, network, world)
+        for name, opened in sets.items():  # raises for what the network does not take
+            describing = describing_of_set(recipe, name, network, world)
+            opened.joined_rows.require_dimensions(describing.describer.dimensions)
 
     on_rank_0(world, try_sets)  # which has the values of the network already
 

@@ -49,8 +49,8 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
     neighbours = index.search(gallery.descriptors[:20], 5)
     assert [[hit.row for hit in hits] for hits in neighbours] == rows.tolist()
     assert [[hit.similarity for hit in hits] for hits in neighbours] == similarities.tolist()
-    for key, class_name, _, row in neighbours[3]:
-        assert (key, class_name) == (gallery.keys[row], gallery.classes[row])
+    for key, class_name, _, row, network in neighbours[3]:
+        assert (key, class_name, network) == (gallery.keys[row], gallery.classes[row], "")
     assert (index.described_by, index.data, len(index)) == (gallery.described_by, gallery.data, 700)
     kind, search = SMALL[name]
     assert index.about["index"]["kind"] == kind

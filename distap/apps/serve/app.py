@@ -49,7 +49,7 @@ class Service:
         describer = searcher.describer
         job = uploads.DecodingJob(
             describer.sizing,
-            max_pixels=settings.pixels_of(searcher.index.described_by),
+            max_pixels=settings.pixels_of(describer.described_by),
             seconds=settings.decode_seconds,
             memory_bytes=settings.decode_bytes,
         )
@@ -132,6 +132,9 @@ class HitAnswer(BaseModel):
         description="Cosine similarity to the query; approximate if the index keeps codes."
     )
     picture: str = Field(description="Path of a thumbnail.")
+    network: str = Field(
+        "", description="Network that described the image, if the index is of several."
+    )
 
 
 class SearchAnswer(BaseModel):
@@ -198,7 +201,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             ]
         )
 
-    @app.post("/api/search", openapi_extra=UPLOAD)
+    @app.post("/api/search", openapi_extra=UPLOAD, response_model_exclude_defaults=True)
     async def search_by_image(request: Request, k: K = default_k) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
@@ -208,7 +211,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             service.metrics.refused.labels(problem.reason).inc()
             raise
 
-    @app.get("/api/search")
+    @app.get("/api/search", response_model_exclude_defaults=True)
     async def search_by_key(
         key: Annotated[
             str,

@@ -10,7 +10,7 @@ OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descript
 import json
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,15 +19,20 @@ import numpy as np
 from distap.checkpoint.agreement import on_rank_0
 from distap.errors import DistapError, logger
 from distap.evaluation.extraction.extracting import DescribedPart, Extraction
+from distap.evaluation.joined_rows import StoredRows
 from distap.retrieval.descriptor_files import (
+    ABOUT_FILE,
     DESCRIPTORS_FILE,
     EXTRACTION_FILE,
     DescriptorSet,
+    Networks,
     read_descriptors,
     reading,
     write_described,
 )
-from distap.storage.atomic import write_whole
+from distap.retrieval.row_blocks import row_blocks
+from distap.retrieval.truth import NONE
+from distap.storage.atomic import file_identity, write_whole
 from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
 
@@ -35,7 +40,9 @@ PARTS_FOLDER = "parts"
 EXTRACTION_VERSION = 3
 
 
-def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
+def extract_to_folder(
+    extraction: Extraction, output: Path, earlier: StoredRows | None = None
+) -> DescriptorSet:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
     Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same
@@ -44,20 +51,28 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
 
     Args:
         output: a new or empty folder that all ranks see, or that of a stopped extraction.
+        earlier: descriptors to take over, whose rows come first; only images without a row there
+            are described. If another network made them, the folder says which row is of which.
     Returns:
         The descriptors, on every rank.
+    Raises:
+        DistapError: earlier descriptors have other dimensions.
     """
+    if earlier is not None:
+        extraction = _of_missing(extraction, earlier)
     describer = extraction.describing.describer
     world = extraction.describing.world
     images = extraction.images
     plan = {
         "version": EXTRACTION_VERSION,
         "fingerprint": images.index.fingerprint,
-        "images": len(images),
+        "images": len(extraction.samples),
         **asdict(describer.described_by),
         "precision": describer.precision,
         "part_images": extraction.part_size,
     }
+    if earlier is not None:
+        plan["earlier"] = asdict(file_identity(earlier.folder / ABOUT_FILE))
     parts = extraction.parts
 
     def begin() -> list[Any]:
@@ -73,14 +88,31 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
 
     missing, is_complete = on_rank_0(world, begin)
     _require_shared(output, extraction)
-    before = len(images) - sum(len(parts[number]) for number in missing)
+    total = len(extraction.samples)
+    before = total - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
-        logger.info("%s: %d of %d images are described already", output, before, len(images))
+        logger.info("%s: %d of %d images are described already", output, before, total)
     for number, part in extraction.described(missing):
         write_whole(_part_path(output, number), part_file(part))
     if not is_complete:
-        on_rank_0(world, lambda: _join_parts(extraction, output, len(parts)))
+        on_rank_0(world, lambda: _join_parts(extraction, output, len(parts), earlier))
     return read_descriptors(output)
+
+
+def _of_missing(extraction: Extraction, earlier: StoredRows) -> Extraction:
+    """Return the extraction of the images that have no earlier descriptor."""
+    describer = extraction.describing.describer
+    earlier.require_dimensions(describer.dimensions)
+    made = earlier.stored.described_by
+    if str(describer.sizing) != made.sizing and extraction.describing.world.rank == 0:
+        logger.warning(
+            "%s: its images were described at `%s`, and the others are at `%s`",
+            earlier.folder,
+            made.sizing,
+            describer.sizing,
+        )
+    rows = earlier.rows_of(extraction.images.keys)
+    return replace(extraction, only=np.flatnonzero(rows == NONE))
 
 
 def part_file(part: DescribedPart) -> bytes:
@@ -154,7 +186,9 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
         )
 
 
-def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
+def _join_parts(
+    extraction: Extraction, output: Path, parts: int, earlier: StoredRows | None
+) -> None:
     """Join the arrays of all parts, which are in the order of the data set, without holding them
     in memory.
     """
@@ -171,24 +205,54 @@ def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
             f"{images.name}: none of its {len(images)} images can be described; first:"
             f" {min(left_out.items())[1]}",
         )
-    shape = len(images) - len(left_out), describer.dimensions
-
-    def write(file: BinaryIO) -> None:
-        header = {"descr": np.dtype(np.float32).str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for number in range(parts):
-            file.write(_read_part(output, number, "descriptors")[0].tobytes())
-
-    present = np.delete(np.arange(len(images)), [*left_out])
+    present = np.setdiff1d(extraction.samples, [*left_out]).astype(np.int64)
     reasons = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
     described = DescriptorSet(
         # The record takes shape and type alone from the array, which the parts fill in the file.
-        np.broadcast_to(np.zeros(1, np.float32), shape),
+        np.broadcast_to(np.zeros(1, np.float32), (len(present), describer.dimensions)),
         images.keys[present],
         images.classes[present],
         describer.described_by,
         images.name,
         reasons | dict(images.index.left_out),
     )
+    if earlier is not None:
+        described = _after(earlier.stored, described)
+
+    def write(file: BinaryIO) -> None:
+        header = {"descr": np.dtype(np.float32).str, "fortran_order": False}
+        header["shape"] = described.descriptors.shape
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, block in () if earlier is None else row_blocks(earlier.stored.descriptors):
+            file.write(block.tobytes())
+        for number in range(parts):
+            file.write(_read_part(output, number, "descriptors")[0].tobytes())
+
     write_described(output, described, {DESCRIPTORS_FILE: write}, precision=describer.precision)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
+
+
+def _after(earlier: DescriptorSet, described: DescriptorSet) -> DescriptorSet:
+    """Return the record of earlier rows and of those described after them, by which network."""
+    makers = tuple(dict.fromkeys((*earlier.makers, described.described_by)))
+    networks = None
+    if len(makers) > 1:
+        of_earlier = np.zeros(len(earlier), np.uint16)
+        if earlier.networks is not None:
+            of_earlier = earlier.networks.of_row
+        of_described = np.full(len(described), makers.index(described.described_by), np.uint16)
+        networks = Networks(makers, np.concatenate([of_earlier, of_described]))
+    keys = np.concatenate([earlier.keys, described.keys])
+    left_out = {**earlier.left_out, **described.left_out}
+    for key in {*left_out}.intersection(keys.tolist()):  # which the network before could not take
+        del left_out[key]
+    return replace(
+        described,
+        descriptors=np.broadcast_to(
+            np.zeros(1, np.float32), (len(keys), described.descriptors.shape[1])
+        ),
+        keys=keys,
+        classes=np.concatenate([earlier.classes, described.classes]),
+        left_out=left_out,
+        networks=networks,
+    )

@@ -66,6 +66,7 @@ class Extraction:
     images: ImageSet
     # by image number, the part to describe, in pixels
     boxes: Mapping[int, Box] = field(default_factory=dict)
+    only: NDArray[np.int64] | None = None  # numbers of the images to describe, ascending; None: all
 
     def __post_init__(self) -> None:
         self.describing.world.agreed(
@@ -73,18 +74,23 @@ class Extraction:
         )
 
     @property
-    def part_size(self) -> int:
-        """Number of images in a part, the same for any number of ranks."""
-        return min(max(-(-len(self.images) // PARTS), FEWEST), MOST)
+    def samples(self) -> Sequence[int]:
+        """Return the numbers of the images to describe, ascending."""
+        return range(len(self.images)) if self.only is None else self.only.tolist()
 
     @property
-    def parts(self) -> list[range]:
+    def part_size(self) -> int:
+        """Number of images in a part, the same for any number of ranks."""
+        return min(max(-(-len(self.samples) // PARTS), FEWEST), MOST)
+
+    @property
+    def parts(self) -> list[Sequence[int]]:
         """Return the image numbers of each part, in order: neighbours in a shard are read fastest
         together.
         """
         size = self.part_size
-        count = len(self.images)
-        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+        samples = self.samples
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def described(self, missing: Sequence[int]) -> Iterator[tuple[int, DescribedPart]]:
         """Describe this rank's share of the parts numbered `missing`.
@@ -112,11 +118,12 @@ class Extraction:
             size,
             describing.requests,
         )
-        done = len(images) - sum(len(parts[number]) for number in missing)
+        total = len(self.samples)
+        done = total - sum(len(parts[number]) for number in missing)
         shown = describing.shown and world.rank == 0
         with (
             closing(chunks),
-            progress(f"describing {images.name}", len(images), done, shown) as show,
+            progress(f"describing {images.name}", total, done, shown) as show,
         ):
             shared = SharedProgress(
                 world, lambda described: show(done + described), describing.is_asked_to_stop
@@ -160,7 +167,7 @@ def extract_descriptors(
             f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as"
             f" that of {broken[0]}: the network is broken",
         )
-    samples = np.setdiff1d(np.arange(len(images)), [*left_out])
+    samples = np.setdiff1d(extraction.samples, [*left_out])
     if not len(samples):
         raise DistapError(
             "data.none_described",

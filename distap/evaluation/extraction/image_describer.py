@@ -16,7 +16,7 @@ from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger, memory_ran_out
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
-from distap.retrieval.descriptor_files import ABOUT_FILE, DescribedBy
+from distap.retrieval.descriptor_files import ABOUT_FILE, SHORT, DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.exactness import evaluating
 from distap.stages.replica import autocast
@@ -143,6 +143,26 @@ class ImageDescriber:
     def evaluating(self) -> AbstractContextManager[None]:
         """Put the network into evaluation mode, and restore its mode afterwards."""
         return evaluating(self.network)
+
+
+def maker_of(makers: Sequence[DescribedBy], network: RetrievalNetwork) -> DescribedBy:
+    """Return how this network has described images, as the last of `makers` that is of it.
+
+    Raises:
+        DistapError: there are several makers, and it is none of them.
+    """
+    if len(makers) == 1:
+        return makers[0]
+    actual = fingerprint(network)
+    made = [maker for maker in makers if maker.network == actual]
+    if not made:
+        names = " and ".join(maker.network[:SHORT] for maker in makers)
+        raise DistapError(
+            "descriptors.other_network",
+            f"the descriptors were extracted with the networks {names}, but this one is"
+            f" {actual[:SHORT]}: name the checkpoint of one that they were extracted with",
+        )
+    return made[-1]
 
 
 def describer_like(

@@ -1,0 +1,238 @@
+"""Descriptors that another network stored of a set's images, joined to them by name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.data.joined import JoinedImages
+from distap.data.loading.reader import ImageSet
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import (
+    EXTRACTION_FILE,
+    DescriptorSet,
+    Texts,
+    read_descriptors,
+    reading,
+)
+from distap.retrieval.row_blocks import given_rows
+from distap.retrieval.truth import NONE
+from distap.storage.names import Names
+from distap.storage.texts import read_json
+
+# Network of the queries, and network of the gallery, before the names of figures. New is the one
+# that is evaluated, whose own figures have no prefix; old is the one that wrote the rows.
+NEW_TO_OLD = "new-to-old"
+OLD_TO_NEW = "old-to-new"
+OLD_TO_OLD = "old-to-old"
+NEW_TO_NEW = "new-to-new"  # in tables
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """A folder of `distap extract`: the descriptors of N images, each found by its name."""
+
+    folder: Path
+    stored: DescriptorSet
+    fingerprint: str  # of the images that were described; "" if it is unknown
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return {key: row for row, key in enumerate(self.stored.keys.tolist())}
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self._row)
+
+    def rows_of(self, keys: Texts) -> NDArray[np.int64]:
+        """Return (n,) the row of each image, by its name in any Unicode form; NONE without one."""
+        names = self._names
+        rows = [self._row.get(names.known_as(key), NONE) for key in keys.tolist()]
+        return np.array(rows, np.int64)
+
+    def require(self, keys: Texts, name: str) -> NDArray[np.int64]:
+        """Return (n,) the row of each image; raise a DistapError if one is missing.
+
+        Args:
+            keys: (n,) names of the images.
+            name: name of their data set, for the message.
+        """
+        rows = self.rows_of(keys)
+        missing = keys[rows == NONE].tolist()
+        if missing:
+            reason = self.stored.left_out.get(missing[0], "")
+            raise DistapError(
+                "descriptors.missing_rows",
+                f"{self.folder}: has no descriptor of {len(missing):,} of the {len(keys):,} images"
+                f" of {name}, such as {missing[0]}{reason and f' ({reason})'}: give the folder that"
+                " `distap extract` wrote of the same images",
+            )
+        return rows
+
+    def require_dimensions(self, expected: int) -> None:
+        """Raise a DistapError if descriptors have other dimensions than the network's."""
+        actual = self.stored.descriptors.shape[1]
+        if actual != expected:
+            raise DistapError(
+                "descriptors.wrong_dimensions",
+                f"{self.folder}: descriptors of {actual} dimensions, but those of the network have"
+                f" {expected}, so they cannot be compared",
+            )
+
+
+def open_rows(folder: Path) -> StoredRows:
+    """Open a folder of `distap extract`, and read it once to check it.
+
+    Raises:
+        DistapError: it is missing or damaged, a name stands in it twice, or a descriptor is not
+            finite or not of length 1.
+    """
+    stored = read_descriptors(folder)
+    fingerprint = ""
+    plan = folder / EXTRACTION_FILE
+    if plan.exists():
+        with reading(plan, "distap extract"):
+            fingerprint = str(read_json(plan)["fingerprint"])
+    names, counts = np.unique(stored.keys, return_counts=True)
+    repeated = names[counts > 1]
+    if len(repeated):
+        raise DistapError(
+            "descriptors.repeated_names",
+            f"{folder}: {len(repeated):,} of its names stand there more than once, such as"
+            f" {repeated[0]}, so its rows cannot be joined with images by name",
+        )
+    given_rows(stored.descriptors, f"{folder}: descriptor")
+    return StoredRows(folder, stored, fingerprint)
+
+
+def folders_of_sets(
+    sets: Sequence[ImageSet], folders: Sequence[StoredRows]
+) -> dict[ImageSet, StoredRows]:
+    """Return the folder that has the images of each set; a set of which none has any is left out.
+
+    A folder that was extracted from one of the sets, by the fingerprint of its index, is that set's
+    alone; others are recognised by the names in them.
+
+    Raises:
+        DistapError: several folders may be a set's, or a name is in several sets of a folder.
+    """
+    fingerprints = {images.index.fingerprint for images in sets}
+    recognised = dict[ImageSet, StoredRows]()
+    for images in sets:
+        candidates = [rows for rows in folders if rows.fingerprint == images.index.fingerprint]
+        if not candidates:
+            candidates = [
+                rows
+                for rows in folders
+                if rows.fingerprint not in fingerprints and (rows.rows_of(images.keys) >= 0).any()
+            ]
+        if len(candidates) > 1:
+            raise DistapError(
+                "descriptors.ambiguous_rows",
+                f"{images.name}: {candidates[0].folder} and {candidates[1].folder} both have"
+                " images of these names: give one folder for each data set",
+            )
+        if candidates:
+            recognised[images] = candidates[0]
+    for (images, rows), (others, other_rows) in combinations(recognised.items(), 2):
+        shared = list[str]()
+        if rows is other_rows:
+            shared = np.intersect1d(images.keys, others.keys).tolist()
+        if shared:
+            raise DistapError(
+                "descriptors.ambiguous_rows",
+                f"{rows.folder}: {images.name} and {others.name} both have images of the names in"
+                f" it, such as {shared[0]}: `distap extract` each of them, and give both folders",
+            )
+    return recognised
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedRows:
+    """Folders of another network's rows, joined with the images of an evaluation."""
+
+    images: JoinedImages
+    queries: tuple[ImageSet, ...]
+    gallery: tuple[ImageSet, ...]  # empty if the queries are the gallery
+    folders: tuple[StoredRows, ...]  # empty without another network
+    has_boxes: bool  # whether queries are parts of images, which `distap extract` describes whole
+    # old-to-old figures by images and refinement, which no training changes
+    constant: dict[Any, dict[str, float]] = field(default_factory=dict)
+
+    @cached_property
+    def of_set(self) -> dict[ImageSet, StoredRows]:
+        """Return the folder that has the images of each set.
+
+        Raises:
+            DistapError: see `folders_of_sets`; or the gallery, or some images of a set, lack rows.
+        """
+        stored = folders_of_sets(self.images.sets, self.folders)
+        required = dict.fromkeys((*stored, *(self.gallery or self.queries)))
+        for images in required if self.folders else ():
+            rows = stored.get(images, self.folders[0])
+            # The network that is evaluated may fail for them as well.
+            failed = np.isin(images.keys, [*rows.stored.left_out])
+            rows.require(images.keys[~failed], images.name)
+        return stored
+
+    @cached_property
+    def directions(self) -> tuple[str, ...]:
+        """Return the prefixes of the figures that can be computed."""
+        if not self.of_set:
+            return ()
+        if self.has_boxes or any(images not in self.of_set for images in self.queries):
+            return (NEW_TO_OLD,)
+        return NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD
+
+    def require_dimensions(self, expected: int) -> None:
+        """Raise a DistapError if descriptors have other dimensions than the network's."""
+        for rows in self.folders:
+            rows.require_dimensions(expected)
+
+    def rows(self, sets: tuple[ImageSet, ...], samples: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the (n, C) descriptors of some samples, which are in the order of these sets."""
+        descriptors = list[NDArray[Any]]()
+        for images in sets:
+            local = samples - self.images.first[images]
+            local = local[(local >= 0) & (local < len(images))]
+            rows = self.of_set[images]
+            places = rows.require(images.keys[local], images.name)
+            descriptors.append(rows.stored.descriptors[places])
+        return np.concatenate(descriptors)
+
+
+def by_direction(refinement: str, figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return a column of figures for each direction; without others, for the refinement alone."""
+    columns: dict[str, dict[str, float]] = {NEW_TO_NEW: {}}
+    for name, value in figures.items():
+        direction, _, figure = name.partition(" ")
+        if direction in (NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD):
+            columns.setdefault(direction, {})[figure] = value
+        else:
+            columns[NEW_TO_NEW][name] = value
+    if len(columns) == 1:
+        return {refinement: columns[NEW_TO_NEW]}
+    return columns
+
+
+def upgrade_lines(figures: Mapping[str, float]) -> list[str]:
+    """Return a line on whether the new network can describe queries for the old one's gallery.
+
+    It can by the criterion of Shen et al. 2020 if its queries find more there than the old ones do.
+    There is no line if either figure is missing.
+    """
+    for name, old in figures.items():
+        direction, _, figure = name.partition(" ")
+        new = figures.get(f"{NEW_TO_OLD} {figure}")
+        if direction == OLD_TO_OLD and new is not None:
+            holds = new > old
+            return [
+                f"upgrade {'holds' if holds else 'fails'} (Shen et al. 2020): new-to-old {figure}"
+                f" {100 * new:.1f} is {'' if holds else 'not '}above old-to-old {100 * old:.1f}"
+            ]
+    return []
