@@ -10,6 +10,7 @@ from commands import distap
 from images import damage, pack_eight_shards, pack_sets
 from raising import raises
 from ranks import on_ranks
+from row_folders import teacher_rows, write_rows, write_table
 from servers import web_server
 from small_trainings import (
     DESCENT,
@@ -19,7 +20,6 @@ from small_trainings import (
     recipe,
     train,
 )
-from row_folders import teacher_rows, write_rows, write_table
 
 import distap as library
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
