@@ -61,7 +61,7 @@ def extract_command(
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
-    from distap.evaluation.joined_rows import StoredRows, open_rows
+    from distap.evaluation.row_folder import RowFolder, open_descriptors
     from distap.processes.stopping import leave_when_asked
     from distap.training.build import trained_network
     from distap.world import joined_world
@@ -81,9 +81,9 @@ def extract_command(
                 checkpoint, world, best, overrides or [], trusted=trust
             )
 
-            def opened() -> tuple[ImageDescriber, ImageSet, StoredRows | None]:
+            def opened() -> tuple[ImageDescriber, ImageSet, RowFolder | None]:
                 describing = describing_of(recipe, network, world, whitening=whitening)
-                earlier = None if only_missing is None else open_rows(only_missing)
+                earlier = None if only_missing is None else open_descriptors(only_missing)
                 return describing.describer, open_images(source), earlier
 
             describer, images, earlier = first_on_rank_0(world, opened)

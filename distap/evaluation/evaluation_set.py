@@ -21,7 +21,8 @@ from distap.errors import DistapError
 from distap.evaluation.described_images import descriptors_of
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import GroundTruth
-from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, JoinedRows, StoredRows
+from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, JoinedRows
+from distap.evaluation.row_folder import RowFolder
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors, figure_names
@@ -47,7 +48,7 @@ class EvaluationSet:
     draws: int = 0
     distractors: tuple[str, ...] = ()  # files and folders of descriptors, see `open_parts`
     # what another network has described: the gallery, and the queries if they are there too
-    gallery_rows: tuple[StoredRows, ...] = ()
+    gallery_rows: tuple[RowFolder, ...] = ()
 
     @cached_property
     def images(self) -> JoinedImages:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,7 @@ from numpy.typing import NDArray
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import ImageSet
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import (
-    EXTRACTION_FILE,
-    DescriptorSet,
-    Texts,
-    read_descriptors,
-    reading,
-)
-from distap.retrieval.row_blocks import given_rows
-from distap.retrieval.truth import NONE
-from distap.storage.names import Names
-from distap.storage.texts import read_json
+from distap.evaluation.row_folder import RowFolder
 
 # Network of the queries, and network of the gallery, before the names of figures. New is the one
 # that is evaluated, whose own figures have no prefix; old is the one that wrote the rows.
@@ -33,86 +22,9 @@ OLD_TO_OLD = "old-to-old"
 NEW_TO_NEW = "new-to-new"  # in tables
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """A folder of `distap extract`: the descriptors of N images, each found by its name."""
-
-    folder: Path
-    stored: DescriptorSet
-    fingerprint: str  # of the images that were described; "" if it is unknown
-
-    @cached_property
-    def _row(self) -> dict[str, int]:
-        return {key: row for row, key in enumerate(self.stored.keys.tolist())}
-
-    @cached_property
-    def _names(self) -> Names:
-        return Names(self._row)
-
-    def rows_of(self, keys: Texts) -> NDArray[np.int64]:
-        """Return (n,) the row of each image, by its name in any Unicode form; NONE without one."""
-        names = self._names
-        rows = [self._row.get(names.known_as(key), NONE) for key in keys.tolist()]
-        return np.array(rows, np.int64)
-
-    def require(self, keys: Texts, name: str) -> NDArray[np.int64]:
-        """Return (n,) the row of each image; raise a DistapError if one is missing.
-
-        Args:
-            keys: (n,) names of the images.
-            name: name of their data set, for the message.
-        """
-        rows = self.rows_of(keys)
-        missing = keys[rows == NONE].tolist()
-        if missing:
-            reason = self.stored.left_out.get(missing[0], "")
-            raise DistapError(
-                "descriptors.missing_rows",
-                f"{self.folder}: has no descriptor of {len(missing):,} of the {len(keys):,} images"
-                f" of {name}, such as {missing[0]}{reason and f' ({reason})'}: give the folder that"
-                " `distap extract` wrote of the same images",
-            )
-        return rows
-
-    def require_dimensions(self, expected: int) -> None:
-        """Raise a DistapError if descriptors have other dimensions than the network's."""
-        actual = self.stored.descriptors.shape[1]
-        if actual != expected:
-            raise DistapError(
-                "descriptors.wrong_dimensions",
-                f"{self.folder}: descriptors of {actual} dimensions, but those of the network have"
-                f" {expected}, so they cannot be compared",
-            )
-
-
-def open_rows(folder: Path) -> StoredRows:
-    """Open a folder of `distap extract`, and read it once to check it.
-
-    Raises:
-        DistapError: it is missing or damaged, a name stands in it twice, or a descriptor is not
-            finite or not of length 1.
-    """
-    stored = read_descriptors(folder)
-    fingerprint = ""
-    plan = folder / EXTRACTION_FILE
-    if plan.exists():
-        with reading(plan, "distap extract"):
-            fingerprint = str(read_json(plan)["fingerprint"])
-    names, counts = np.unique(stored.keys, return_counts=True)
-    repeated = names[counts > 1]
-    if len(repeated):
-        raise DistapError(
-            "descriptors.repeated_names",
-            f"{folder}: {len(repeated):,} of its names stand there more than once, such as"
-            f" {repeated[0]}, so its rows cannot be joined with images by name",
-        )
-    given_rows(stored.descriptors, f"{folder}: descriptor")
-    return StoredRows(folder, stored, fingerprint)
-
-
 def folders_of_sets(
-    sets: Sequence[ImageSet], folders: Sequence[StoredRows]
-) -> dict[ImageSet, StoredRows]:
+    sets: Sequence[ImageSet], folders: Sequence[RowFolder]
+) -> dict[ImageSet, RowFolder]:
     """Return the folder that has the images of each set; a set of which none has any is left out.
 
     A folder that was extracted from one of the sets, by the fingerprint of its index, is that set's
@@ -122,7 +34,7 @@ def folders_of_sets(
         DistapError: several folders may be a set's, or a name is in several sets of a folder.
     """
     fingerprints = {images.index.fingerprint for images in sets}
-    recognised = dict[ImageSet, StoredRows]()
+    recognised = dict[ImageSet, RowFolder]()
     for images in sets:
         candidates = [rows for rows in folders if rows.fingerprint == images.index.fingerprint]
         if not candidates:
@@ -134,7 +46,7 @@ def folders_of_sets(
         if len(candidates) > 1:
             raise DistapError(
                 "descriptors.ambiguous_rows",
-                f"{images.name}: {candidates[0].folder} and {candidates[1].folder} both have"
+                f"{images.name}: {candidates[0].where} and {candidates[1].where} both have"
                 " images of these names: give one folder for each data set",
             )
         if candidates:
@@ -146,7 +58,7 @@ def folders_of_sets(
         if shared:
             raise DistapError(
                 "descriptors.ambiguous_rows",
-                f"{rows.folder}: {images.name} and {others.name} both have images of the names in"
+                f"{rows.where}: {images.name} and {others.name} both have images of the names in"
                 f" it, such as {shared[0]}: `distap extract` each of them, and give both folders",
             )
     return recognised
@@ -159,13 +71,13 @@ class JoinedRows:
     images: JoinedImages
     queries: tuple[ImageSet, ...]
     gallery: tuple[ImageSet, ...]  # empty if the queries are the gallery
-    folders: tuple[StoredRows, ...]  # empty without another network
+    folders: tuple[RowFolder, ...]  # empty without another network
     has_boxes: bool  # whether queries are parts of images, which `distap extract` describes whole
     # old-to-old figures by images and refinement, which no training changes
     constant: dict[Any, dict[str, float]] = field(default_factory=dict)
 
     @cached_property
-    def of_set(self) -> dict[ImageSet, StoredRows]:
+    def of_set(self) -> dict[ImageSet, RowFolder]:
         """Return the folder that has the images of each set.
 
         Raises:

@@ -16,7 +16,8 @@ from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
-from distap.evaluation.joined_rows import NEW_TO_OLD, by_direction, open_rows, upgrade_lines
+from distap.evaluation.joined_rows import NEW_TO_OLD, by_direction, upgrade_lines
+from distap.evaluation.row_folder import open_descriptors
 from distap.evaluation.saved import Evaluation
 from distap.evaluation.several_sets import evaluate_merged, merged_sets
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
@@ -82,7 +83,7 @@ def open_set(
         name=name or Path(source.base).name or "data",
         figures=tuple(figures) or opened.figures,
         distractors=tuple(distractors),
-        gallery_rows=tuple(map(open_rows, folders)),
+        gallery_rows=tuple(map(open_descriptors, folders)),
     )
     if opened.joined_rows.directions == (NEW_TO_OLD,):
         logger.info(

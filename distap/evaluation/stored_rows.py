@@ -11,26 +11,23 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64
 from numpy.typing import NDArray
 
 from distap.checkpoint.agreement import on_all
 from distap.data.joined import MixedImages
-from distap.data.labels import Texts
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, RowsOf
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
+from distap.evaluation.row_folder import RowFolder, open_row_folder, refuse_repeated
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
     CLASSES_FILE,
     DESCRIPTORS_FILE,
     KEYS_FILE,
-    DescriptorSet,
     read_descriptors,
 )
 from distap.retrieval.row_blocks import BLOCK_NUMBERS, DescriptorParts
@@ -42,92 +39,6 @@ from distap.telemetry.terminal import track
 from distap.world import World
 
 ROW_TYPES = ("float16", "float32")
-NAMED = 3  # images that a message names
-
-
-@dataclass(frozen=True)
-class RowFolder:
-    """Rows of images in a folder of `distap extract`."""
-
-    key: str  # of the recipe, such as data.rows.teacher
-    where: str  # the folder, as the recipe has it
-    stored: DescriptorSet  # a memory map of the folder, or of its copy on this host's disk
-
-    @classmethod
-    def open(cls, key: str, where: Source | str, cache: CacheSettings | None) -> "RowFolder":
-        """Open a folder, and copy it to this host's disk first if it is in a store.
-
-        Raises:
-            DistapError: the folder is missing or damaged, or its rows are of another type.
-        """
-        source = parse_source(where)
-        if source.kind != "shards" or source.pattern is not None or source.is_part:
-            raise DistapError(
-                "data.bad_source",
-                f"{key}: {source}: expected a folder of `distap extract`, on disk or behind a URL",
-            )
-        path = _copied(key, source, cache) if source.scheme else Path(source.base)
-        stored = read_descriptors(path)
-        if stored.descriptors.dtype.name not in ROW_TYPES:
-            raise DistapError(
-                "descriptors.wrong_shape",
-                f"{key}: {source}: rows of {stored.descriptors.dtype}; expected"
-                f" {' or '.join(ROW_TYPES)}, as `distap extract` writes them",
-            )
-        return cls(key, str(source), stored)
-
-    def fingerprint(self, shows: bool) -> str:
-        """Read all rows once, and return the SHA-256 of rows and names.
-
-        Args:
-            shows: show a progress bar if there are many rows.
-        Raises:
-            DistapError: a row is not finite.
-        """
-        values = self.stored.descriptors
-        keys = np.ascontiguousarray(self.stored.keys)
-        digest = hashlib.sha256(f"{values.dtype.str} {values.shape} {keys.dtype.str} ".encode())
-        digest.update(keys.view(np.uint8).data)
-        height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
-        starts = range(0, len(values), height)
-        tracked = track if shows and len(starts) > 1 else untracked
-        for start in tracked(starts, f"reading {self.key}", len(starts)):
-            block = np.ascontiguousarray(values[start : start + height])
-            is_wrong = ~np.isfinite(block).all(axis=1)
-            if is_wrong.any():
-                raise DistapError(
-                    "descriptors.not_finite",
-                    f"{self.key}: {self.where}: the row of {keys[start + is_wrong.argmax()]} is not"
-                    " finite: extract again",
-                )
-            digest.update(block.data)
-        return digest.hexdigest()
-
-    def joined(self, images: ImageSet) -> Int64[np.ndarray, " N"]:
-        """Return the row of each of N images, by its name.
-
-        Raises:
-            DistapError: an image has no row, or a name stands twice.
-        """
-        _refuse_doubled(self.key, images.keys, images.name)
-        stored = self.stored
-        _refuse_doubled(self.key, stored.keys, self.where)
-        order = np.argsort(stored.keys)
-        places = np.searchsorted(stored.keys, images.keys, sorter=order)
-        rows: NDArray[np.int64] = order[np.minimum(places, len(order) - 1)]
-        missing = images.keys[stored.keys[rows] != images.keys]
-        if len(missing):
-            names = ", ".join(
-                f"{name} ({stored.left_out[name]})" if name in stored.left_out else name
-                for name in missing[:NAMED].tolist()
-            )
-            raise DistapError(
-                "data.missing_rows",
-                f"{self.key}: {self.where} has no rows of {len(missing):,} of the"
-                f" {len(images):,} images of {images.name}, such as {names}: extract the rows of"
-                " these images, or leave them out of the data set",
-            )
-        return rows
 
 
 class StoredRows:
@@ -152,16 +63,14 @@ class StoredRows:
 
         def open_all() -> None:
             for name, of_sets in folders.items():
-                self._folders[name] = [
-                    RowFolder.open(key, where, cache) for key, where in of_sets.items()
-                ]
+                self._folders[name] = [_opened(key, where, cache) for key, where in of_sets.items()]
 
         def check() -> dict[str, str]:
             open_all()
             return {
-                folder.key: folder.fingerprint(shows=world.rank == 0)
-                for of_sets in self._folders.values()
-                for folder in of_sets
+                key: _fingerprint(folder, shows=world.rank == 0)
+                for name, of_sets in folders.items()
+                for key, folder in zip(of_sets, self._folders[name], strict=True)
             }
 
         world.note("reading data.rows")
@@ -185,9 +94,12 @@ class StoredRows:
         It returns (n, C) float32 of n numbers; or (n,), if rows have one dimension.
 
         Raises:
-            DistapError: see `RowFolder.joined`; or data sets have rows of other dimensions.
+            DistapError: an image has no row, or has the name of another one; or data sets have rows
+                of other dimensions.
         """
         sets = images.sets if isinstance(images, MixedImages) else (images,)
+        for of_set in sets:
+            refuse_repeated(of_set.keys, of_set.name)
         tables = dict[str, tuple[DescriptorParts, NDArray[np.int64]]]()
         for name, folders in self._folders.items():
             stored = [folder.stored.descriptors for folder in folders]
@@ -195,15 +107,15 @@ class StoredRows:
                 raise DistapError(
                     "data.unequal_dimensions",
                     "; ".join(
-                        f"{folder.key}: {values.shape[1]} dimensions"
+                        f"{folder.where}: {values.shape[1]} dimensions"
                         for folder, values in zip(folders, stored, strict=True)
                     )
                     + ": those of all sets have to come from one network",
                 )
-            first = np.cumsum([0, *map(len, stored)])
+            first = np.cumsum([0, *map(len, stored[:-1])])
             rows = [
-                begin + folder.joined(of_set)
-                for begin, folder, of_set in zip(first, folders, sets, strict=False)
+                begin + folder.require(of_set.keys, of_set.name)
+                for begin, folder, of_set in zip(first, folders, sets, strict=True)
             ]
             parts = DescriptorParts(
                 [(folder.where, folder.stored.descriptors) for folder in folders]
@@ -222,17 +134,56 @@ class StoredRows:
         return read
 
 
-def _refuse_doubled(key: str, names: Texts, where: str) -> None:
-    """Raise a DistapError if a name of an image stands twice."""
-    ascending = np.sort(names)
-    doubled = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
-    if len(doubled):
+def _opened(key: str, where: Source | str, cache: CacheSettings | None) -> RowFolder:
+    """Open a folder that a recipe's `key` names; copy it to this host's disk if it is in a store.
+
+    Raises:
+        DistapError: the folder is missing or damaged, or its rows are of another type.
+    """
+    source = parse_source(where)
+    if source.kind != "shards" or source.pattern is not None or source.is_part:
         raise DistapError(
-            "data.doubled_names",
-            f"{key}: {len(doubled):,} names stand more than once in {where}, such as"
-            f" {', '.join(doubled[:NAMED].tolist())}, so rows cannot be joined to images by name:"
-            " rename the images and extract again",
+            "data.bad_source",
+            f"{key}: {source}: expected a folder of `distap extract`, on disk or behind a URL",
         )
+    path = _copied(key, source, cache) if source.scheme else Path(source.base)
+    folder = open_row_folder(path, f"{key}: {source}")
+    dtype = folder.stored.descriptors.dtype
+    if dtype.name not in ROW_TYPES:
+        raise DistapError(
+            "descriptors.wrong_shape",
+            f"{folder.where}: rows of {dtype}; expected {' or '.join(ROW_TYPES)}, as `distap"
+            " extract` writes them",
+        )
+    return folder
+
+
+def _fingerprint(folder: RowFolder, shows: bool) -> str:
+    """Read all rows once, and return the SHA-256 of rows and names.
+
+    Args:
+        shows: show a progress bar if there are many rows.
+    Raises:
+        DistapError: a row is not finite.
+    """
+    values = folder.stored.descriptors
+    keys = np.ascontiguousarray(folder.stored.keys)
+    digest = hashlib.sha256(f"{values.dtype.str} {values.shape} {keys.dtype.str} ".encode())
+    digest.update(keys.view(np.uint8).data)
+    height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
+    starts = range(0, len(values), height)
+    tracked = track if shows and len(starts) > 1 else untracked
+    for start in tracked(starts, f"reading {folder.where}", len(starts)):
+        block = np.ascontiguousarray(values[start : start + height])
+        is_wrong = ~np.isfinite(block).all(axis=1)
+        if is_wrong.any():
+            raise DistapError(
+                "descriptors.not_finite",
+                f"{folder.where}: the row of {keys[start + is_wrong.argmax()]} is not finite:"
+                " extract again",
+            )
+        digest.update(block.data)
+    return digest.hexdigest()
 
 
 def _copied(key: str, source: Source, cache: CacheSettings | None) -> Path:

@@ -75,13 +75,13 @@ class Gathered:
     @property
     def descriptors(self) -> Float[Tensor, "B C"]:
         """Return the descriptors of the batch that get a gradient."""
-        if self.fixed == "gallery" and self.other_queries is not None:
-            return self.other_queries
-        return self.gallery[: len(self.samples)]
+        return self.queries if self.fixed == "gallery" else self.gallery[: len(self.samples)]
 
     @property
     def queries(self) -> Float[Tensor, "B C"]:
-        return self.descriptors if self.other_queries is None else self.other_queries
+        if self.other_queries is None:
+            return self.gallery[: len(self.samples)]
+        return self.other_queries
 
     @property
     def labels(self) -> Int64[Tensor, " B"]:

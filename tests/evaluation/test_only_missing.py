@@ -33,7 +33,7 @@ from distap.evaluation.extraction.image_describer import (
     describer_like,
     maker_of,
 )
-from distap.evaluation.joined_rows import open_rows
+from distap.evaluation.row_folder import open_descriptors
 from distap.evaluation.sets import open_set
 from distap.retrieval.descriptor_files import (
     read_descriptors,
@@ -57,7 +57,7 @@ def extract_missing(source, earlier, output, world=None, maker=NEW):
         Describing(maker, world or World(), 0),
         open_images(source),
     )
-    return extract_to_folder(extraction, output, open_rows(earlier))
+    return extract_to_folder(extraction, output, open_descriptors(earlier))
 
 
 @pytest.fixture(scope="module")

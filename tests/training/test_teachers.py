@@ -300,7 +300,8 @@ def test_descriptors_in_place_of_images_have_rows(tmp_path, shards, folder, teac
 @pytest.mark.parametrize(
     ("change", "code", "names"),
     [
-        (lambda rows: teacher_rows(["a/0.png"]), "data.missing_rows", ["48", "class-00/0.png"]),
+        (lambda rows: teacher_rows(["a/0.png"]), "descriptors.missing_rows",
+         ["48", "class-00/0.png"]),
         (lambda rows: {**rows, "class-02/1.png": rows["class-00/0.png"] * np.nan},
          "descriptors.not_finite", ["class-02/1.png"]),
         (lambda rows: {key: row.astype(np.float64) for key, row in rows.items()},
@@ -324,7 +325,7 @@ def test_a_missing_row_is_counted_with_its_reason(tmp_path, shards, teacher):
         left_out={last: "truncated: 3 bytes of 9"},
     )
     with raises(
-        "data.missing_rows",
+        "descriptors.missing_rows",
         "2 of the 48 images",
         before,
         f"{last} (truncated",
@@ -339,7 +340,7 @@ def test_a_name_that_stands_twice_is_refused(tmp_path, shards, teacher, folder):
     values = read_descriptors(folder).descriptors
     write_table(tmp_path / "rows", keys, values)
     with raises(
-        "data.doubled_names",
+        "descriptors.repeated_names",
         "data.rows.teacher",
         "1 names",
         str(keys[3]),

@@ -19,7 +19,7 @@ import numpy as np
 from distap.checkpoint.agreement import on_rank_0
 from distap.errors import DistapError, logger
 from distap.evaluation.extraction.extracting import DescribedPart, Extraction
-from distap.evaluation.joined_rows import StoredRows
+from distap.evaluation.row_folder import RowFolder
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
     DESCRIPTORS_FILE,
@@ -41,7 +41,7 @@ EXTRACTION_VERSION = 3
 
 
 def extract_to_folder(
-    extraction: Extraction, output: Path, earlier: StoredRows | None = None
+    extraction: Extraction, output: Path, earlier: RowFolder | None = None
 ) -> DescriptorSet:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
@@ -99,7 +99,7 @@ def extract_to_folder(
     return read_descriptors(output)
 
 
-def _of_missing(extraction: Extraction, earlier: StoredRows) -> Extraction:
+def _of_missing(extraction: Extraction, earlier: RowFolder) -> Extraction:
     """Return the extraction of the images that have no earlier descriptor."""
     describer = extraction.describing.describer
     earlier.require_dimensions(describer.dimensions)
@@ -187,7 +187,7 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
 
 
 def _join_parts(
-    extraction: Extraction, output: Path, parts: int, earlier: StoredRows | None
+    extraction: Extraction, output: Path, parts: int, earlier: RowFolder | None
 ) -> None:
     """Join the arrays of all parts, which are in the order of the data set, without holding them
     in memory.

@@ -1,0 +1,131 @@
+"""A folder of `distap extract`, whose rows are joined to images by name."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import (
+    EXTRACTION_FILE,
+    DescriptorSet,
+    Texts,
+    read_descriptors,
+    reading,
+)
+from distap.retrieval.row_blocks import given_rows
+from distap.retrieval.truth import NONE
+from distap.storage.names import Names
+from distap.storage.texts import read_json
+
+NAMED = 3  # images that a message names
+
+
+@dataclass(frozen=True, eq=False)
+class RowFolder:
+    """Rows of N images, such as descriptors by another network, each found by its name."""
+
+    folder: Path
+    where: str  # the folder as messages call it
+    stored: DescriptorSet
+    fingerprint: str = ""  # of the images that were described; "" if it is unknown
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        return np.argsort(self.stored.keys)
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self.stored.keys.tolist())
+
+    def rows_of(self, keys: Texts) -> NDArray[np.int64]:
+        """Return (n,) the row of each image, by its name in any Unicode form; NONE without one."""
+        rows = self._rows_of(keys)
+        lacking = np.flatnonzero(rows == NONE)
+        # Another form of a name is rare, and looking for it takes a loop in Python.
+        other = [name for name in keys[lacking].tolist() if not name.isascii()]
+        if other:
+            names = [self._names.known_as(name) for name in keys[lacking].tolist()]
+            rows[lacking] = self._rows_of(np.array(names, np.str_))
+        return rows
+
+    def _rows_of(self, keys: Texts) -> NDArray[np.int64]:
+        stored = self.stored.keys
+        places = np.searchsorted(stored, keys, sorter=self._order)
+        rows: NDArray[np.int64] = self._order[np.minimum(places, len(stored) - 1)]
+        return np.where(stored[rows] == keys, rows, NONE)
+
+    def require(self, keys: Texts, name: str) -> NDArray[np.int64]:
+        """Return (n,) the row of each image; raise a DistapError if one is missing.
+
+        Args:
+            keys: (n,) names of the images.
+            name: name of their data set, for the message.
+        """
+        rows = self.rows_of(keys)
+        missing: list[str] = keys[rows == NONE].tolist()
+        if missing:
+            reasons = self.stored.left_out
+            examples = ", ".join(
+                f"{key} ({reasons[key]})" if key in reasons else key for key in missing[:NAMED]
+            )
+            raise DistapError(
+                "descriptors.missing_rows",
+                f"{self.where}: has no rows of {len(missing):,} of the {len(keys):,} images of"
+                f" {name}, such as {examples}: give the folder that `distap extract` wrote of these"
+                " images, or leave the images out",
+            )
+        return rows
+
+    def require_dimensions(self, expected: int) -> None:
+        """Raise a DistapError if descriptors have other dimensions than the network's."""
+        actual = self.stored.descriptors.shape[1]
+        if actual != expected:
+            raise DistapError(
+                "descriptors.wrong_dimensions",
+                f"{self.where}: descriptors of {actual} dimensions, but those of the network have"
+                f" {expected}, so they cannot be compared",
+            )
+
+
+def open_row_folder(folder: Path, where: str = "") -> RowFolder:
+    """Open a folder of `distap extract`, which messages call `where`, or by its path.
+
+    Raises:
+        DistapError: it is missing or damaged, or a name stands in it twice.
+    """
+    stored = read_descriptors(folder)
+    where = where or str(folder)
+    refuse_repeated(stored.keys, where)
+    fingerprint = ""
+    plan = folder / EXTRACTION_FILE
+    if plan.exists():
+        with reading(plan, "distap extract"):
+            fingerprint = str(read_json(plan)["fingerprint"])
+    return RowFolder(folder, where, stored, fingerprint)
+
+
+def open_descriptors(folder: Path) -> RowFolder:
+    """Open a folder of descriptors to compare with others, and read it once to check it.
+
+    Raises:
+        DistapError: see `open_row_folder`; or a descriptor is not finite or not of length 1.
+    """
+    rows = open_row_folder(folder)
+    given_rows(rows.stored.descriptors, f"{folder}: descriptor")
+    return rows
+
+
+def refuse_repeated(names: Texts, where: str) -> None:
+    """Raise a DistapError if the name of an image stands twice in `where`."""
+    ascending = np.sort(names)
+    repeated = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])
+    if len(repeated):
+        raise DistapError(
+            "descriptors.repeated_names",
+            f"{where}: {len(repeated):,} names stand there more than once, such as"
+            f" {', '.join(repeated[:NAMED].tolist())}, so rows cannot be joined to images by name:"
+            " rename the images and extract again",
+        )
