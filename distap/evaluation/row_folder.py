@@ -98,7 +98,7 @@ def open_row_folder(folder: Path, where: str = "") -> RowFolder:
     """
     stored = read_descriptors(folder)
     where = where or str(folder)
-    refuse_repeated(stored.keys, where)
+    refuse_repeated_images(stored.keys, where)
     fingerprint = ""
     plan = folder / EXTRACTION_FILE
     if plan.exists():
@@ -118,7 +118,7 @@ def open_descriptors(folder: Path) -> RowFolder:
     return rows
 
 
-def refuse_repeated(names: Texts, where: str) -> None:
+def refuse_repeated_images(names: Texts, where: str) -> None:
     """Raise a DistapError if the name of an image stands twice in `where`."""
     ascending = np.sort(names)
     repeated = np.unique(ascending[1:][ascending[1:] == ascending[:-1]])

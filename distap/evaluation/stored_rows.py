@@ -22,7 +22,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, RowsOf
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
-from distap.evaluation.row_folder import RowFolder, open_row_folder, refuse_repeated
+from distap.evaluation.row_folder import RowFolder, open_row_folder, refuse_repeated_images
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
     CLASSES_FILE,
@@ -99,7 +99,7 @@ class StoredRows:
         """
         sets = images.sets if isinstance(images, MixedImages) else (images,)
         for of_set in sets:
-            refuse_repeated(of_set.keys, of_set.name)
+            refuse_repeated_images(of_set.keys, of_set.name)
         tables = dict[str, tuple[DescriptorParts, NDArray[np.int64]]]()
         for name, folders in self._folders.items():
             stored = [folder.stored.descriptors for folder in folders]

@@ -158,13 +158,13 @@ class Gathered:
 
     def with_extra(self, extra: Mapping[str, Tensor]) -> "Gathered":
         """Add tensors of all ranks' images, given those (b, ...) of this rank's, by its slots."""
-        shared = {}
-        for name, rows in extra.items():
-            local_rows = rows.to(self.gallery.device)[self.local[: len(rows)]]
-            # As bytes, because gloo does not know every type.
-            whole = self.share(local_rows[:, None].flatten(1).contiguous().view(torch.uint8))
-            shared[name] = whole.view(local_rows.dtype).view(len(whole), *local_rows.shape[1:])
-        return replace(self, extra=shared)
+        return replace(self, extra={name: self._of_all(rows) for name, rows in extra.items()})
+
+    def _of_all(self, rows: Shaped[Tensor, "slots_of_rank *K"]) -> Shaped[Tensor, "B *K"]:
+        local_rows = rows.to(self.gallery.device)[self.local[: len(rows)]]
+        # As bytes, because gloo does not know every type.
+        whole = self.share(local_rows[:, None].flatten(1).contiguous().view(torch.uint8))
+        return whole.view(local_rows.dtype).view(len(whole), *local_rows.shape[1:])
 
     def only(self, chosen: Bool[Tensor, " N"]) -> "Gathered":
         """Keep the chosen images of the gallery; the slots of the others take no part.

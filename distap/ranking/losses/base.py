@@ -175,7 +175,7 @@ class SimilarityLoss(Loss):
         # another network, whose part of the sum is left out.
         own_weights = weights[gathered.own]
         of_batch = torch.zeros_like(gathered.descriptors)
-        by_queries = torch.zeros_like(gathered.descriptors[: len(own_weights)])
+        by_queries = torch.zeros_like(of_batch[: len(own_weights)])
         per_query = torch.zeros_like(own_weights)
         by_parameters = [torch.zeros_like(parameter) for parameter in self.parameters]
         for numbers, rows in self.blocks(gathered, weights, budget):
@@ -192,16 +192,15 @@ class SimilarityLoss(Loss):
             if gathered.fixed != "gallery":
                 of_batch.addmm_(slopes[:, :batch].t(), gathered.queries[rows.queries])
         sums = [gathered.world.sum(total.to(gallery)).to(total) for total in by_parameters]
-        gradient = by_queries
         if gathered.fixed != "gallery":
             # One reduce-scatter of B C numbers, which the histograms' losses do without: their
             # slopes are symmetric. An image gets both: what it wants as a query, and what the
             # queries of all ranks want of it.
-            gradient = gradient + gathered.sum_own(of_batch)
+            by_queries += gathered.sum_own(of_batch)
         return LossValue(
             value=gathered.world.sum((own_weights * per_query).sum()),
             per_query=torch.where(own_weights > 0, per_query, torch.nan),
-            gradient=gradient,
+            gradient=by_queries,
             by_parameters=tuple(sums),
         )
 
