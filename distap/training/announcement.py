@@ -66,6 +66,9 @@ def _data(recipe: Recipe, index: Index | MixedIndex | None, steps: int) -> str:
     line = recipe.data.train_name
     if index is not None:
         line += f": {len(index):,} images of {len(index.class_name):,} classes"
+    for settings in recipe.data.train_sets.values():
+        for name, folder in settings.rows.items():
+            line += f", {name} from {folder}"
     if recipe.data.image_sizes:
         for share, size in recipe.data.sizes:
             line += f", {size} px from step {round(share * steps) + 1:,} on"

@@ -186,19 +186,22 @@ def open_rows(recipe: Recipe, world: World) -> StoredRows | None:
     sets = recipe.data.train_sets
     named = recipe.data.row_names
     taken = recipe.loss.extras
-    lacking = [name for name in taken if name not in named]
-    if lacking:
-        raise DistapError(
-            "loss.needs_extra",
-            f"loss: it takes {', '.join(lacking)} of each image: name a folder of `distap extract`"
-            f" in data.rows, such as data.rows: {{{lacking[0]}: FOLDER}}",
-        )
+    # First, since a name that is misspelt lacks as well.
     unused = [name for name in named if name not in taken]
     if unused:
         raise DistapError(
             "loss.unused_rows",
-            f"data.rows: {', '.join(unused)}: the loss takes {', '.join(taken) or 'no rows'} of"
-            " each image: leave these rows out, or choose a loss that takes them",
+            f"data.rows: {', '.join(unused)}: the loss takes the rows"
+            f" {', '.join(taken) or 'of no name'}: leave these out, or choose a loss that takes"
+            " them",
+        )
+    lacking = [name for name in taken if name not in named]
+    if lacking:
+        raise DistapError(
+            "loss.needs_extra",
+            f"loss: it takes the rows {', '.join(lacking)} of each image: name a folder of `distap"
+            f" extract` in data.rows, such as data.rows: {{{lacking[0]}: FOLDER}}; with several"
+            " data sets, in `rows` of each",
         )
     if not named:
         return None
