@@ -111,6 +111,8 @@ class Loss(ABC):
     needs_positives: ClassVar[bool] = True
     query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
     asymmetric: ClassVar[bool] = False  # queries and gallery may be of two networks
+    # Whether descriptors of earlier batches are ranked too. None: they change nothing.
+    takes_memory: ClassVar[bool | None] = True
     # a method, and how many parameters all have
     formula: ClassVar[tuple[str, int]] = ("value_and_gradient", 2)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Loss
 
 
 class CrossBatchMemory:
@@ -27,6 +28,15 @@ class CrossBatchMemory:
 
     def __len__(self) -> int:
         return len(self._rows.get("images", ()))
+
+    def refuse_unfit(self, loss: Loss) -> None:
+        """Raise a DistapError if a loss, or a term of it, cannot rank against this memory."""
+        if self.size and not loss.takes_memory:
+            raise DistapError(
+                "loss.takes_no_memory",
+                f"memory: {type(loss).__name__}, or a term of it, is a loss of the batch alone and"
+                " cannot rank against descriptors of earlier ones: leave the memory out",
+            )
 
     def extend(self, gathered: Gathered) -> Gathered:
         """Return the batch with remembered descriptors of other images appended to its gallery."""

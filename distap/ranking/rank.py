@@ -108,6 +108,8 @@ def rank(
     world = World.of_group(group, descriptors.device)
     built = build_loss(loss, **options)
     checked_mode = check_mode(mode)
+    if memory is not None:
+        memory.refuse_unfit(built)
     with agreement(world) as view:
         if descriptors.ndim != 2 or not descriptors.is_floating_point():
             raise DistapError(

@@ -35,8 +35,6 @@ from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.inputs import agreement
 from distap.ranking.loss import Loss
-from distap.ranking.losses.base import DescriptorLoss
-from distap.ranking.losses.classes import ProxyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves, refuse_shared_graphs
@@ -105,11 +103,7 @@ class ThreeStages:
                 "engine.keeps_no_graphs",
                 f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0",
             )
-        if self.memory.size and isinstance(self.loss, DescriptorLoss | ProxyLoss):
-            raise DistapError(
-                "loss.takes_no_memory",
-                f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out",
-            )
+        self.memory.refuse_unfit(self.loss)
         self._cannot_restart = False  # while a backward pass runs that cannot be given up
 
     def describe(self, batch: Batch) -> Described:

@@ -109,7 +109,9 @@ def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards, tmp_path):
         assert rank.status() == 0, rank.said
 
 
-def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_read_is_named(shards):
+def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_read_is_named(
+    shards, capfd
+):
     index = load_index(shards)
     shard = shards / str(index.shard_name[1])
     images = indexed_images(shards, workers=2, longest_wait=2.0)
@@ -121,6 +123,9 @@ def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_rea
             share.images(slice(0, 6))
     assert shard.name in str(raised.value)
     wait_for_no_worker()
+    stacks = capfd.readouterr().err  # of all threads of the worker
+    assert "Thread 0x" in stacks and "most recent call first" in stacks
+    assert "Fatal" not in stacks  # an abort, which may dump core
 
 
 def _unpicklable(request):

@@ -4,9 +4,11 @@ from functools import cache
 
 import pytest
 import torch
+from batches import small_network
 from problems import problem, slots_of_ranks
 from raising import raises
 from ranks import on_ranks
+from steps import learning, step_with
 from teachers import OF_IMAGES, of_teacher, teacher_of
 from torch.nn.functional import normalize
 
@@ -18,6 +20,7 @@ from distap.ranking.losses.building import build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.world import World
 
 SLOTS = 23  # uneven on 2 and 3 ranks
@@ -411,22 +414,79 @@ def test_what_a_teacher_cannot_be_is_named():
         rank(descriptors, labels, "compatible")
 
 
-def test_a_memory_has_no_teacher_but_features_and_koleo_need_none():
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_a_teachers_rows_are_of_any_length_that_float32_holds(scale):
+    raw, labels = problem(1, 20, 6, dtype=torch.float32)
+    descriptors = normalize(raw)
+    teacher = teacher_of(raw)
+    for name in ("distil_features", "distil_relations"):
+        expected = rank(descriptors, labels, name, extra={"teacher": teacher})
+        scaled = rank(descriptors, labels, name, extra={"teacher": teacher * scale})
+        torch.testing.assert_close(scaled.loss, expected.loss, rtol=1e-5, atol=0)
+
+
+def test_the_nearest_of_close_rows_of_float32_is_the_nearest_by_distance():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 128, generator=generator, dtype=torch.float64)
+    noise = torch.randn(64, 128, generator=generator, dtype=torch.float64)
+    rows = normalize(centres).repeat_interleave(8, 0) + 1e-4 * normalize(noise)
+    descriptors = normalize(normalize(rows).float())  # whose lengths are 1 within 6e-8
+    exact = descriptors.double()
+    distances = (exact[:, None] - exact).norm(dim=2).fill_diagonal_(torch.inf)
+    ranking = rank(descriptors, torch.arange(64) // 8, "koleo")
+    expected = -(distances.amin(1) + 1e-8).log()
+    torch.testing.assert_close(ranking.per_query, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "distil_relations",
+        "compatible",
+        "koleo",
+        {"smooth_ap": 1.0, "compatible": 0.5},
+        {"matryoshka": {"dimensions": [4], "inner": {"ap_q": 1.0, "distil_relations": 1.0}}},
+        {"smooth_ap": 1.0, "test_distillation:OfAll": 1.0},
+    ],
+    ids=str,
+)
+def test_a_memory_is_refused_at_once_where_a_term_cannot_rank_against_it(loss):
+    raw, labels = problem(1, 20, 6)
+    with raises("loss.takes_no_memory", "memory"):
+        ListwiseLoss(loss, memory=9)
+    with raises("loss.takes_no_memory"):
+        rank(normalize(raw), labels, loss, memory=CrossBatchMemory(9))
+    network = small_network()
+    learner = learning(network, torch.optim.SGD(network.parameters()), World())
+    with raises("loss.takes_no_memory"):
+        step_with(
+            learner,
+            build_loss(loss),
+            World(),
+            0,
+            MicroBatchSizes(4),
+            memory=CrossBatchMemory(9),
+        )
+
+
+class OfAll(distap.DescriptorLoss):
+    def loss(self, descriptors, labels):
+        return descriptors.sum()
+
+
+def test_features_and_koleo_need_no_memory_in_a_sum_with_a_loss_that_does():
     raw, labels = problem(1, 20, 6)
     descriptors = normalize(raw)
-    extra = {"teacher": teacher_of(raw)}
-    for name in ("distil_relations", "compatible"):
-        memory = CrossBatchMemory(30)
-        rank(descriptors, labels, memory=memory)
-        with raises("loss.takes_no_memory"):
-            rank(descriptors, labels, name, memory=memory, extra=extra)
     for name in ("distil_features", "koleo"):
-        tensors = extra if name == "distil_features" else None
-        without = rank(descriptors, labels, name, extra=tensors)
-        memory = CrossBatchMemory(30)
-        rank(descriptors, labels, memory=memory)
-        with_memory = rank(descriptors, labels, name, memory=memory, extra=tensors)
-        assert torch.equal(with_memory.gradient, without.gradient)
+        extra = {"teacher": teacher_of(raw)} if name == "distil_features" else None
+        gradients = list[torch.Tensor]()
+        for loss in ("smooth_ap", {"smooth_ap": 1.0, name: 1.0}):
+            memory = CrossBatchMemory(30)
+            rank(descriptors.roll(1, 1), labels, memory=memory)
+            tensors = None if loss == "smooth_ap" else extra
+            gradients.append(rank(descriptors, labels, loss, memory=memory, extra=tensors).gradient)
+        alone = rank(descriptors, labels, name, extra=extra).gradient
+        torch.testing.assert_close(gradients[1], gradients[0] + alone, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize(

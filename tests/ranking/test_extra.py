@@ -145,9 +145,7 @@ def test_weights_of_queries_hold_with_a_memory_and_a_loss_of_descriptors_takes_n
     with raises("data.wrong_weights"):
         rank(leaf.detach(), lone, "ap_q", weights="given", extra={"weights": (lone == 99).float()})
     with raises("loss.takes_no_memory"):
-        Multistage(small_network(), of_features, memory=9)(
-            *small_images(IMAGES), extra={"teacher": EXTRA["teacher"]}
-        )
+        Multistage(small_network(), of_features, memory=9)
     with raises("loss.takes_no_memory"):
         rank(
             leaf.detach(),

@@ -195,11 +195,15 @@ class ShareOfBatch:
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
         # Their classes, or (b, L) from the finest level; -1 for a missing image.
         self.labels = torch.full((count,), -1)
-        self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
         self.extra: dict[str, Tensor] = {}  # further tensors of the images, (b, ...)
         self.names: list[str] = []  # of the images that were read so far
         self.failures: list[Skipped] = []
         self.traffic = Counter[str]()  # of what was read so far; workers read ahead
+
+    @property
+    def present(self) -> Tensor:
+        """Return (b,) False for a missing image."""
+        return self.samples != NO_SAMPLE
 
     def images(self, rows: slice | Tensor) -> Tensor:
         """Return (n, 3, size, size) uint8 pixels, valid until the next share is read.
@@ -224,7 +228,6 @@ class ShareOfBatch:
         if self.labels.ndim < chunk.labels.ndim:
             self.labels = self.labels[:, None].repeat(1, chunk.labels.shape[1])
         self.labels[rows] = torch.from_numpy(chunk.labels)
-        self.present[rows] = self.samples[rows] != NO_SAMPLE
         if self._rows_of:
             # Here, and not at the end of describe: the disk answers while the GPU describes.
             for name, values in self._rows_of(np.array(chunk.samples)).items():

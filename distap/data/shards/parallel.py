@@ -30,6 +30,8 @@ ALIGNED = 64  # bytes to which an array in shared memory is aligned
 ROOM = 2**28
 LONGEST_WAIT = 600.0  # seconds for the next images
 STANDARD_ERROR = 2  # number of the open file, whatever `sys.stderr` is
+# A worker prints where its threads wait. Not SIGUSR1, which launchers block and workers ignore.
+STACKS_SIGNAL = signal.SIGUSR2
 NO_REQUEST = None  # what a worker receives in place of a request when there are no more
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
@@ -92,9 +94,8 @@ class Worker(NamedTuple):
                 `longest_wait` seconds for the request that `name` describes.
         """
         if not wait([self.pipe, self.process.sentinel], longest_wait):
-            # It prints where each of its threads waits; see `begin_worker`.
-            os.kill(cast(int, self.process.pid), signal.SIGABRT)
-            self.process.join(1)
+            os.kill(cast(int, self.process.pid), STACKS_SIGNAL)
+            self.process.join(1)  # time to print them
             raise _lost(
                 f"worker {self.process.pid} handed nothing over for {longest_wait:g} s, such as"
                 f" {name(request)}"
@@ -244,6 +245,8 @@ def begin_worker(parent: int) -> None:
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
     faulthandler.enable(file=STANDARD_ERROR)
+    # Not an abort, whose core dump would hold all the rooms.
+    faulthandler.register(STACKS_SIGNAL, file=STANDARD_ERROR, all_threads=True)
     go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
     die_with_parent(parent)
     torch = sys.modules.get("torch")

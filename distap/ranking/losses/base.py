@@ -269,6 +269,7 @@ class DescriptorLoss(Loss):
     """
 
     formula: ClassVar[tuple[str, int]] = ("loss", 2)
+    takes_memory: ClassVar[bool | None] = False
 
     @abstractmethod
     def loss(
@@ -282,12 +283,6 @@ class DescriptorLoss(Loss):
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        if len(gathered.gallery) > len(gathered.samples):
-            raise DistapError(
-                "loss.takes_no_memory",
-                f"{type(self).__name__} is a loss of the batch's descriptors, so it cannot rank"
-                " against a memory of earlier ones",
-            )
         if gathered.world.size > 1:
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []

@@ -138,6 +138,7 @@ class ProxyLoss(SizedLoss):
     """
 
     needs_positives: ClassVar[bool] = False
+    takes_memory: ClassVar[bool | None] = None
 
     weights: QueryWeights = "uniform"
     """Weigh all images alike (uniform), all classes (class), or as `extra` says (given)."""

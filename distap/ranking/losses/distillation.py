@@ -61,24 +61,17 @@ def teacher_rows(
             " take distil_relations, which works with any",
         )
     rows = rows.to(gathered.gallery)
-    lengths = rows.norm(dim=1)
-    wrong = ~((lengths > 0) & lengths.isfinite())
+    # Divided by the largest number first: squares of numbers below 1e-19 or above 1e19 are 0 or
+    # infinite in float32.
+    largest = rows.abs().amax(1, keepdim=True)
+    wrong = ~((largest > 0) & largest.isfinite()).flatten()
     if wrong.any():
         raise DistapError(
             "data.wrong_extra",
             f"extra: teacher: {row_names(wrong)} of the batch's images are all 0 or not finite, and"
             " so have no direction",
         )
-    return normalize(rows)
-
-
-def refuse_memory(loss: Loss, gathered: Gathered) -> None:
-    if len(gathered.gallery) > len(gathered.samples):
-        raise DistapError(
-            "loss.takes_no_memory",
-            f"{type(loss).__name__} compares the batch with a teacher, which has no descriptors of"
-            " the images in a memory of earlier ones",
-        )
+    return normalize(rows / largest)
 
 
 @dataclass(frozen=True)
@@ -88,6 +81,7 @@ class ImageLoss(Loss):
     weights: QueryWeights = "uniform"
     """Weigh all images alike (uniform), all classes (class), or as `extra` says (given)."""
     needs_positives: ClassVar[bool] = False
+    takes_memory: ClassVar[bool | None] = None
 
     @abstractmethod
     def of_images(
@@ -114,7 +108,7 @@ class DistilFeatures(ImageLoss):
     """The mean distance of descriptors d to the teacher's t of the same images, both of length 1.
 
     That is 1 - d·t, or |d - t|², which for these lengths is twice as much (regression of Budnik
-    and Avrithis 2021, figure 1b). Both have the same number of dimensions.
+    and Avrithis 2021). Both have the same number of dimensions.
     """
 
     distance: Literal["cosine", "squared"] = "cosine"
@@ -146,7 +140,7 @@ class DistilRelations(SimilarityLoss):
     With s_j and t_j the similarities of an image to the B - 1 others by network and teacher:
 
         kl        sum of p_j ln(p_j / q_j), p = softmax(t / teacher_temperature), q = softmax(s /
-                  temperature) (CompRess, Koohpayegani et al. 2020, eq. 1 and 2)
+                  temperature) (CompRess, Koohpayegani et al. 2020)
         squared   mean of (s_j - t_j)² (UDON, Ypsilantis et al. 2024, whose code sums it over j)
     """
 
@@ -159,6 +153,7 @@ class DistilRelations(SimilarityLoss):
     self_pair: Literal[False] = False
     needs_positives: ClassVar[bool] = False
     asymmetric: ClassVar[bool] = False
+    takes_memory: ClassVar[bool | None] = False
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -173,7 +168,6 @@ class DistilRelations(SimilarityLoss):
         weights: Float64[Tensor, " B"],
         budget: Budget,
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
-        refuse_memory(self, gathered)
         teacher = teacher_rows(self, gathered, has_our_space=False)
         for numbers, rows in super().blocks(gathered, weights, budget):
             relations = teacher[rows.queries] @ teacher.t()
@@ -214,6 +208,7 @@ class Compatible(WrappedLoss):
     queries: Literal["both", "student", "teacher"] = "both"
     """Whose descriptors are the queries; the other's are their gallery."""
     asymmetric: ClassVar[bool] = False
+    takes_memory: ClassVar[bool | None] = False
 
     def __post_init__(self) -> None:
         if not self.inner.asymmetric:
@@ -234,7 +229,6 @@ class Compatible(WrappedLoss):
         return replace(self, inner=self.inner.sized(classes, dimensions, seed))
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        refuse_memory(self, gathered)
         teacher = teacher_rows(self, gathered)
         student = gathered.descriptors
         sides: dict[str, dict[str, Any]] = {
@@ -269,7 +263,7 @@ class Compatible(WrappedLoss):
 class KoLeo(ImageLoss):
     """-ln(r + epsilon) of the distance r to the nearest other descriptor of the global batch.
 
-    It spreads descriptors over the sphere (Sablayrolles et al. 2019, eq. 2; epsilon as in DINOv2).
+    It spreads descriptors over the sphere (Sablayrolles et al. 2019; epsilon as in DINOv2).
     Of several nearest descriptors the first one counts. One at distance 0 gets no gradient, for it
     has no direction.
     """
@@ -304,8 +298,10 @@ class KoLeo(ImageLoss):
         budget: Budget,
     ) -> Int64[Tensor, " b"]:
         # In float64, since in float32 the similarities of descriptors that are less than 1e-3 apart
-        # are equal but for rounding, and it is these that weigh most.
+        # are equal but for rounding, and it is these that weigh most. Their lengths are 1 but for
+        # rounding as well, hence d_i·d_j - |d_j|² / 2, which is (|d_i|² - |d_i - d_j|²) / 2.
         exact = descriptors.double()
+        halves = exact.square().sum(1) / 2
         width = tie_width(exact.dtype)
         height = max(
             1,
@@ -313,8 +309,9 @@ class KoLeo(ImageLoss):
         )
         nearest = list[Tensor]()
         for queries in images.split(height):
-            similarities = (exact[queries] @ exact.t()).scatter_(1, queries[:, None], -torch.inf)
-            is_nearest = similarities >= similarities.amax(1, keepdim=True) - width
+            nearness = exact[queries] @ exact.t() - halves
+            nearness.scatter_(1, queries[:, None], -torch.inf)
+            is_nearest = nearness >= nearness.amax(1, keepdim=True) - width
             nearest.append(is_nearest.to(torch.uint8).argmax(1))
         return torch.cat(nearest)
 

@@ -59,6 +59,11 @@ class SumOfLosses(Loss):
         return all(loss.asymmetric for _, loss in self.parts)
 
     @property
+    def takes_memory(self) -> bool | None:  # type: ignore[override]
+        takes = {loss.takes_memory for _, loss in self.parts}
+        return False not in takes and (True in takes or None)
+
+    @property
     def extras(self) -> tuple[str, ...]:
         # each name once
         return tuple(dict.fromkeys(name for _, loss in self.parts for name in loss.extras))
