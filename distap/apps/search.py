@@ -134,7 +134,7 @@ def open_searcher(
 
     _, network = trained_network(checkpoint, world, best, trusted=trust)
     learned = None if whitening is None else load_whitening(whitening)
-    return Searcher(opened, describer_like(maker_of(makers, network), network, learned))
+    return Searcher(opened, describer_like(maker_of(makers, network, learned), network, learned))
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:

@@ -144,7 +144,8 @@ class EvaluationSet:
                 # has its box.
                 key = (one_set, bool(set_boxes))
                 if key not in described_sets:
-                    described_sets[key] = descriptors_of(describing, one_set, set_boxes)
+                    rows_of_set = descriptors_of(describing, one_set, set_boxes)
+                    described_sets[key] = self.joined_rows.with_rows(one_set, *rows_of_set)
                 set_samples, rows = described_sets[key]
                 samples.append(first + set_samples)
                 descriptors.append((one_set.name, rows))

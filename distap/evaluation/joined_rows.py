@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import ImageSet
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.row_folder import RowFolder
+from distap.retrieval.truth import NONE
 
 # Network of the queries, and network of the gallery, before the names of figures. New is the one
 # that is evaluated, whose own figures have no prefix; old is the one that wrote the rows.
@@ -81,15 +82,27 @@ class JoinedRows:
         """Return the folder that has the images of each set.
 
         Raises:
-            DistapError: see `folders_of_sets`; or the gallery, or some images of a set, lack rows.
+            DistapError: see `folders_of_sets`; or the gallery, or some images of a set, lack rows;
+                or several networks have described a folder.
         """
+        for rows in self.folders:
+            rows.stored.require_one_network("these are compared with rows of one network")
         stored = folders_of_sets(self.images.sets, self.folders)
         required = dict.fromkeys((*stored, *(self.gallery or self.queries)))
         for images in required if self.folders else ():
             rows = stored.get(images, self.folders[0])
-            # The network that is evaluated may fail for them as well.
             failed = np.isin(images.keys, [*rows.stored.left_out])
             rows.require(images.keys[~failed], images.name)
+            if failed.any():
+                first = str(images.keys[failed][0])
+                logger.warning(
+                    "left out of the evaluation: %d images of %s that %s left out, such as %s: %s",
+                    failed.sum(),
+                    images.name,
+                    rows.where,
+                    first,
+                    rows.stored.left_out[first],
+                )
         return stored
 
     @cached_property
@@ -105,6 +118,17 @@ class JoinedRows:
         """Raise a DistapError if descriptors have other dimensions than the network's."""
         for rows in self.folders:
             rows.require_dimensions(expected)
+
+    def with_rows(
+        self, images: ImageSet, samples: NDArray[np.int64], descriptors: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the samples (n,) and descriptors (n, D) of a set, without those that the other
+        network left out, so that all directions have the same images.
+        """
+        if images not in self.of_set:
+            return samples, descriptors
+        has_row = self.of_set[images].rows_of(images.keys[samples]) != NONE
+        return samples[has_row], descriptors[has_row]
 
     def rows(self, sets: tuple[ImageSet, ...], samples: NDArray[np.int64]) -> NDArray[Any]:
         """Return the (n, C) descriptors of some samples, which are in the order of these sets."""

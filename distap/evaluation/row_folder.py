@@ -21,6 +21,7 @@ from distap.storage.names import Names
 from distap.storage.texts import read_json
 
 NAMED = 3  # images that a message names
+AFTER_SHARD = ".tar:"  # in a name that `ImageSet.keys` qualifies by its shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,27 @@ class RowFolder:
         rows: NDArray[np.int64] = self._order[np.minimum(places, len(stored) - 1)]
         return np.where(stored[rows] == keys, rows, NONE)
 
+    def refuse_other_form(self, missing: Texts) -> None:
+        """Raise a DistapError if images lack rows only since their shards are named, here or there.
+
+        Which of several shards an image without its shard's name is of cannot be known.
+        """
+        stored = {*self.stored.keys.tolist()}
+        without_shards = {name.partition(AFTER_SHARD)[2] for name in stored}
+        names: list[str] = missing.tolist()
+        alike = [
+            name
+            for name in names
+            if name in without_shards or name.partition(AFTER_SHARD)[2] in stored
+        ]
+        if alike:
+            raise DistapError(
+                "descriptors.other_names",
+                f"{self.where}: it was extracted from other shards: either there or in this data"
+                f" set alone, names such as {alike[0]} have their shard in front, since several"
+                " shards use the same names: extract all images of this data set into a new folder",
+            )
+
     def require(self, keys: Texts, name: str) -> NDArray[np.int64]:
         """Return (n,) the row of each image; raise a DistapError if one is missing.
 
@@ -67,6 +89,7 @@ class RowFolder:
         rows = self.rows_of(keys)
         missing: list[str] = keys[rows == NONE].tolist()
         if missing:
+            self.refuse_other_form(keys[rows == NONE])
             reasons = self.stored.left_out
             examples = ", ".join(
                 f"{key} ({reasons[key]})" if key in reasons else key for key in missing[:NAMED]
@@ -113,6 +136,10 @@ def open_descriptors(folder: Path) -> RowFolder:
     Raises:
         DistapError: see `open_row_folder`; or a descriptor is not finite or not of length 1.
     """
+    if ":/" in str(folder) and not folder.exists():
+        raise DistapError(
+            "data.bad_source", f"{folder}: it is read from a disk: copy it from its URL to one"
+        )
     rows = open_row_folder(folder)
     given_rows(rows.stored.descriptors, f"{folder}: descriptor")
     return rows

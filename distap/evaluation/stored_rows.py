@@ -5,6 +5,7 @@ They are joined to the images by name, and taken by the images' numbers, so that
 of the folder nor that of the batches matters.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -28,6 +29,7 @@ from distap.retrieval.descriptor_files import (
     CLASSES_FILE,
     DESCRIPTORS_FILE,
     KEYS_FILE,
+    NETWORKS_FILE,
     read_descriptors,
 )
 from distap.retrieval.row_blocks import BLOCK_NUMBERS, DescriptorParts
@@ -85,8 +87,7 @@ class StoredRows:
                         f"{key}: {world.called(rank)} has other rows than rank 0: give all hosts"
                         " the same folder",
                     )
-        if not self._folders:
-            open_all()
+        on_all(world, open_all, takes_part=not self._folders)
 
     def joined(self, images: ImageSet | MixedImages) -> RowsOf:
         """Return a function that reads rows by the numbers of images.
@@ -148,6 +149,7 @@ def _opened(key: str, where: Source | str, cache: CacheSettings | None) -> RowFo
         )
     path = _copied(key, source, cache) if source.scheme else Path(source.base)
     folder = open_row_folder(path, f"{key}: {source}")
+    folder.stored.require_one_network(f"{key} takes rows of one network")
     dtype = folder.stored.descriptors.dtype
     if dtype.name not in ROW_TYPES:
         raise DistapError(
@@ -198,7 +200,15 @@ def _copied(key: str, source: Source, cache: CacheSettings | None) -> Path:
     digest = hashlib.sha256(source.base.encode() + b"\n" + record).hexdigest()
     base = Path(tempfile.gettempdir(), f"distap-{os.getuid()}") if cache is None else cache.folder
     folder = base.expanduser() / f"rows-{digest[:16]}"
+    names = [KEYS_FILE, CLASSES_FILE, DESCRIPTORS_FILE]
+    if NETWORKS_FILE.encode() in record:
+        names.append(NETWORKS_FILE)
     try:
+        if cache is None:
+            base.mkdir(mode=0o700, exist_ok=True)
+            # Others may write to the folder of temporary files, and its name can be guessed.
+            if base.lstat().st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, f"{base} belongs to another user")
         make_folder(folder)
         # The kernel frees the lock of a process that is killed. What it leaves is written anew.
         with (folder / ".lock").open("ab") as lock:
@@ -207,7 +217,7 @@ def _copied(key: str, source: Source, cache: CacheSettings | None) -> Path:
                 read_descriptors(folder)
                 return folder
             (folder / ABOUT_FILE).unlink(missing_ok=True)
-            for name in (KEYS_FILE, CLASSES_FILE, DESCRIPTORS_FILE):
+            for name in names:
                 storage.download(name, folder / name)
             (folder / ABOUT_FILE).write_bytes(record)
     except OSError as error:

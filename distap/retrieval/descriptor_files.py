@@ -83,7 +83,7 @@ class Networks:
     was called for them.
     """
 
-    described_by: tuple[DescribedBy, ...]  # oldest first
+    described_by: tuple[DescribedBy, ...]  # by their first extraction
     of_row: NDArray[np.uint16]  # (N,) place in `described_by`
 
     def name(self, row: int) -> str:
@@ -98,7 +98,7 @@ class DescriptorSet:
     descriptors: NDArray[Any]  # (N, C) float32 or float16, possibly a memory map
     keys: Texts  # (N,) unique names
     classes: Texts  # (N,) class names, "" for none
-    described_by: DescribedBy  # of several, the last
+    described_by: DescribedBy  # of several, that of the last extraction
     data: str  # path or URL of the images
     # by name, why an image could not be described
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -675,6 +675,27 @@ def test_an_image_that_neither_network_can_take_is_left_out(folder, tmp_path):
     assert "old-to-old mAP" in evaluation.figures
 
 
+def test_an_image_that_the_other_network_left_out_is_left_out_of_all_directions(
+    folder, tmp_path, caplog
+):
+    stored = read_descriptors(folder / "old-gallery")
+    part = replace(
+        stored,
+        descriptors=stored.descriptors[1:],
+        keys=stored.keys[1:],
+        classes=stored.classes[1:],
+        left_out={str(stored.keys[0]): "too large"},
+    )
+    write_descriptors(tmp_path / "rows", part)
+    opened = open_set(str(folder / "gallery"), figures=FIGURES, gallery_rows=[tmp_path / "rows"])
+    assert f"{stored.keys[0]}: too large" in caplog.text
+    actual = opened.describe(new()).evaluate().figures
+    truth = of_class(part.classes.tolist())
+    sides = [[rows_of(folder, name, "gallery")[1:]] * 2 for name in ("new", "old")]
+    expected = in_all_directions(lambda *side: reference(*side, *truth), *sides)
+    assert actual == pytest.approx(expected, abs=1e-9)
+
+
 def evaluated_on_a_rank(world, folder):
     rows = [folder / "old-gallery"]
     opened = open_set(str(folder / "gallery"), gallery_rows=rows)

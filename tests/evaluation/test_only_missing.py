@@ -1,7 +1,11 @@
 """Extraction of the images that an earlier folder lacks, and what may search such a folder."""
 
+import io
 import json
 import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +17,14 @@ from extractions import (
     extract,
     write_photos,
 )
+from postprocessing_reference import write_descriptors
 from raising import raises
 from ranks import on_ranks
 from small_trainings import train
 
 from benchmarks.photos import pack, photo
 from distap.data.loading.reader import open_images
+from distap.data.shards.indexing import index_shards
 from distap.data.sizing import Sizing
 from distap.evaluation.extraction import extracting
 from distap.evaluation.extraction.extracted_folder import (
@@ -33,9 +39,10 @@ from distap.evaluation.extraction.image_describer import (
     describer_like,
     maker_of,
 )
-from distap.evaluation.row_folder import open_descriptors
+from distap.evaluation.row_folder import open_descriptors, open_row_folder
 from distap.evaluation.sets import open_set
 from distap.retrieval.descriptor_files import (
+    DescriptorSet,
     read_descriptors,
 )
 from distap.retrieval.indexing import (
@@ -290,6 +297,11 @@ def test_what_takes_one_network_alone_refuses_the_folder(
         NEW.described_by.network[:12],
     ):
         open_set(f"described:{folder / 'both'}")
+    with raises(
+        "descriptors.several_networks",
+        NEW.described_by.network[:12],
+    ):
+        open_set(str(folder / "shards"), gallery_rows=[folder / "both"])
 
 
 def test_distractors_may_be_of_any_network_of_the_folder(
@@ -441,3 +453,100 @@ def test_an_index_of_one_network_names_none(folder, tmp_path):
     index = read_index(tmp_path / "index")
     assert index.networks is None
     assert {hit.network for hit in index.search(described.descriptors[:1], 5)[0]} == {""}
+
+
+def write_shard(path, first):
+    """A shard of another maker, whose names count from 0."""
+    with tarfile.open(path, "w") as tar:
+        for number in range(4):
+            image = encoded(photo(40, 36, seed=first + number))
+            for name, data in (("png", image), ("cls", str(number // 2).encode())):
+                entry = tarfile.TarInfo(f"{number:04d}.{name}")
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+
+
+def test_shards_that_use_the_same_names_do_not_double_a_gallery(tmp_path):
+    write_shard(tmp_path / "a.tar", 0)
+    index_shards(tmp_path)
+    extract(tmp_path, tmp_path / "old", maker=OLD)
+    write_shard(tmp_path / "b.tar", 50)
+    index_shards(tmp_path)
+    with raises("descriptors.other_names", tmp_path / "old", "a.tar:0000"):
+        extract_missing(str(tmp_path), tmp_path / "old", tmp_path / "out")
+    extract(tmp_path, tmp_path / "grown", maker=OLD)
+    rows = open_row_folder(tmp_path / "grown")
+    with raises("descriptors.other_names", tmp_path / "grown", "0000"):
+        rows.require(np.array(["0000"]), "a part of it")
+    assert rows.require(rows.stored.keys, "all").tolist() == [*range(8)]
+    with raises("descriptors.missing_rows", "c.tar:0000"):
+        rows.require(np.array(["c.tar:0000"]), "another")
+
+
+def test_images_that_have_rows_are_counted_and_compared_by_class(tmp_path, caplog):
+    caplog.set_level("INFO", "distap")
+    for name, labels in (("old", "ab"), ("grown", "abc"), ("other", "xb")):
+        for label in labels:
+            path = tmp_path / name / label / f"{ord(label) % 23}.png"
+            path.parent.mkdir(parents=True)
+            path.write_bytes(encoded(photo(40, 32, seed=1)))
+        pack(tmp_path / name, tmp_path / f"{name}-shards")
+    extract(tmp_path / "old-shards", tmp_path / "rows", maker=OLD)
+    extract_missing(tmp_path / "grown-shards", tmp_path / "rows", tmp_path / "out")
+    assert f"2 of 3 images of {tmp_path}/grown-shards have rows in {tmp_path}/rows" in caplog.text
+    assert "1 are described" in caplog.text and not warnings_of(caplog)
+    stored = read_descriptors(tmp_path / "rows")
+    classes = np.array(["x", *stored.classes[1:]])
+    write_descriptors(tmp_path / "other-rows", replace(stored, classes=classes))
+    extract_missing(tmp_path / "old-shards", tmp_path / "other-rows", tmp_path / "none")
+    nothing, other_class = warnings_of(caplog)
+    assert "2 of 2" in nothing and "0 are described" in nothing
+    assert f"such as {stored.keys[0]}: x there, and a here" in other_class
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def whitening_of(maker):
+    values = describe_files(maker, [encoded(photo(40, 36, 100 + n)) for n in range(64)]).numpy()
+    names = np.arange(64).astype(str)
+    return learned_whitening(DescriptorSet(values, names, names, maker.described_by, "photos"))
+
+
+def test_a_network_of_the_folder_has_to_describe_alike(folder, tmp_path, caplog):
+    others = {"antialias": False, "whitening": whitening_of(OLD), "scales": (1.0, 0.5)}
+    for name, value in others.items():
+        other = describer("crop 32", seed=1, **{name: value})
+        for earlier in ("old", "both"):
+            with raises("descriptors.other_settings", folder / earlier, name):
+                extract_missing(folder / "all", folder / earlier, tmp_path / "out", maker=other)
+    assert not (tmp_path / "out").exists()
+    extract_missing(
+        folder / "all",
+        folder / "both",
+        tmp_path / "out",
+        maker=describer("side 40", seed=2),
+    )
+    assert "`crop 32`" in caplog.text and "`side 40`" in caplog.text
+
+
+def test_the_maker_is_chosen_by_its_whitening(folder):
+    learned = whitening_of(OLD)
+    whitened = describer("crop 32", seed=1, whitening=learned).described_by
+    for makers in ((whitened, OLD.described_by), (OLD.described_by, whitened)):
+        assert maker_of(makers, OLD.retrieval_network) == OLD.described_by
+        assert maker_of(makers, OLD.retrieval_network, learned) == whitened
+
+
+def test_a_finished_folder_is_not_that_of_an_extraction_without_earlier_rows(folder, tmp_path):
+    """Even if no row was taken over, so that the same images were described."""
+    shutil.copytree(folder / "all/0", tmp_path / "others/2")
+    extract_missing(tmp_path / "others", folder / "old", tmp_path / "out")
+    with raises("descriptors.folder_in_use", tmp_path / "out", "earlier"):
+        extract(tmp_path / "others", tmp_path / "out", maker=NEW)
+
+
+def test_a_url_of_rows_is_refused(folder, tmp_path):
+    with raises("data.bad_source", "s3:/bucket/old"):
+        extract_missing(folder / "all", Path("s3://bucket/old"), tmp_path / "out")

@@ -1,6 +1,7 @@
 """Rows of a teacher that a recipe names, and what Multistage makes of the same rows."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from commands import distap
 from images import damage, pack_eight_shards, pack_sets
+from postprocessing_reference import write_descriptors
 from raising import raises
 from ranks import on_ranks
 from row_folders import teacher_rows, write_rows, write_table
@@ -28,6 +30,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
+    Networks,
     read_descriptors,
 )
 from distap.training.prepared import prepare
@@ -455,3 +458,45 @@ def test_an_unreachable_store_is_a_reason_to_start_again(tmp_path, shards, folde
         server.faults = ["503"] * 99
         with raises("storage.unreachable", server.url):
             opened(shards, folder, data__rows={"teacher": server.url})
+
+
+@pytest.fixture(scope="module")
+def of_two_networks(folder, tmp_path_factory):
+    stored = read_descriptors(folder)
+    makers = stored.described_by, replace(stored.described_by, network="another")
+    networks = Networks(makers, (np.arange(len(stored)) % 2).astype(np.uint16))
+    several = tmp_path_factory.mktemp("several") / "rows"
+    write_descriptors(several, replace(stored, networks=networks))
+    return several
+
+
+def test_rows_of_several_networks_are_refused(shards, of_two_networks, tmp_path):
+    with raises("descriptors.several_networks", "data.rows.teacher", "another"):
+        opened(shards, of_two_networks)
+    cache = {"folder": str(tmp_path / "cache"), "bytes": 10**6}
+    with (
+        web_server(of_two_networks) as server,
+        raises("descriptors.several_networks", "data.rows.teacher", "another"),
+    ):
+        opened(shards, of_two_networks, data__rows={"teacher": server.url}, data__cache=cache)
+
+
+def test_copies_are_kept_from_other_users(shards, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with web_server(folder) as server:
+        opened(shards, folder, data__rows={"teacher": server.url})
+        (place,) = tmp_path.glob("distap-*")
+        assert place.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr("os.getuid", lambda: 12345)
+        with raises("storage.cannot_write", tmp_path / "distap-12345"):
+            opened(shards, folder, data__rows={"teacher": server.url})
+
+
+def test_a_rank_that_alone_cannot_open_rows_stops_all(tmp_path, shards, folder):
+    shutil.copytree(folder, tmp_path / "rows-0")
+    assert on_ranks(2, require_stopped, tmp_path, shards) == [None, None]
+
+
+def require_stopped(world, folder, shards):
+    with raises("descriptors.missing", "rank 1"):
+        opened(shards, folder / f"rows-{world.rank}", world=world)

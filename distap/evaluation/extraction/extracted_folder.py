@@ -8,6 +8,7 @@ OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descript
 """
 
 import json
+import logging
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distap.checkpoint.agreement import on_rank_0
 from distap.errors import DistapError, logger
@@ -56,7 +58,8 @@ def extract_to_folder(
     Returns:
         The descriptors, on every rank.
     Raises:
-        DistapError: earlier descriptors have other dimensions.
+        DistapError: earlier descriptors have other dimensions, names in another form, or the same
+            network with other settings.
     """
     if earlier is not None:
         extraction = _of_missing(extraction, earlier)
@@ -103,16 +106,61 @@ def _of_missing(extraction: Extraction, earlier: RowFolder) -> Extraction:
     """Return the extraction of the images that have no earlier descriptor."""
     describer = extraction.describing.describer
     earlier.require_dimensions(describer.dimensions)
-    made = earlier.stored.described_by
-    if str(describer.sizing) != made.sizing and extraction.describing.world.rank == 0:
+    described_by = describer.described_by
+    for made in earlier.stored.makers:
+        is_alike = replace(made, sizing=described_by.sizing) == described_by
+        if made.network == described_by.network and not is_alike:
+            raise DistapError(
+                "descriptors.other_settings",
+                f"{earlier.folder}: this network has described images there in another way: {made},"
+                f" and now {described_by}: give the whitening, scales, antialias and dimensions of"
+                " then",
+            )
+    images = extraction.images
+    rows = earlier.rows_of(images.keys)
+    missing = np.flatnonzero(rows == NONE)
+    earlier.refuse_other_form(images.keys[missing])
+    if extraction.describing.world.rank == 0:
+        _report_joined(extraction, earlier, rows)
+    return replace(extraction, only=missing)
+
+
+def _report_joined(extraction: Extraction, earlier: RowFolder, rows: NDArray[np.int64]) -> None:
+    """Log how many images have earlier rows, and warn if these may be of other images."""
+    images = extraction.images
+    sizing = extraction.describing.describer.described_by.sizing
+    for other in {made.sizing for made in earlier.stored.makers} - {sizing}:
         logger.warning(
             "%s: its images were described at `%s`, and the others are at `%s`",
             earlier.folder,
-            made.sizing,
-            describer.sizing,
+            other,
+            sizing,
         )
-    rows = earlier.rows_of(extraction.images.keys)
-    return replace(extraction, only=np.flatnonzero(rows == NONE))
+    joined = np.flatnonzero(rows != NONE)
+    missing = len(rows) - len(joined)
+    logger.log(
+        logging.INFO if missing else logging.WARNING,
+        "%d of %d images of %s have rows in %s already; %d are described",
+        len(joined),
+        len(rows),
+        images.name,
+        earlier.folder,
+        missing,
+    )
+    before = earlier.stored.classes[rows[joined]]
+    now = images.classes[joined]
+    differing = np.flatnonzero((before != now) & (before != "") & (now != ""))
+    if len(differing):
+        first = differing[0]
+        logger.warning(
+            "%d of these images have another class in %s, such as %s: %s there, and %s here: if"
+            " they are other images of the same names, rename them",
+            len(differing),
+            earlier.folder,
+            images.keys[joined[first]],
+            before[first],
+            now[first],
+        )
 
 
 def part_file(part: DescribedPart) -> bytes:
@@ -155,9 +203,9 @@ def _begin(output: Path, plan: dict[str, Any]) -> None:
     with reading(path, "distap extract"):
         earlier = read_json(path)
     changes = [
-        f"{name} was {earlier.get(name)!r} and is {value!r}"
-        for name, value in plan.items()
-        if earlier.get(name) != value
+        f"{name} was {earlier.get(name)!r} and is {plan.get(name)!r}"
+        for name in {**earlier, **plan}
+        if earlier.get(name) != plan.get(name)
     ]
     if changes:
         raise DistapError(

@@ -145,8 +145,11 @@ class ImageDescriber:
         return evaluating(self.network)
 
 
-def maker_of(makers: Sequence[DescribedBy], network: RetrievalNetwork) -> DescribedBy:
-    """Return how this network has described images, as the last of `makers` that is of it.
+def maker_of(
+    makers: Sequence[DescribedBy], network: RetrievalNetwork, whitening: Whitening | None = None
+) -> DescribedBy:
+    """Return how this network has described images: the last of `makers` that is of it, and of this
+    whitening if there is one.
 
     Raises:
         DistapError: there are several makers, and it is none of them.
@@ -162,7 +165,9 @@ def maker_of(makers: Sequence[DescribedBy], network: RetrievalNetwork) -> Descri
             f"the descriptors were extracted with the networks {names}, but this one is"
             f" {actual[:SHORT]}: name the checkpoint of one that they were extracted with",
         )
-    return made[-1]
+    actual_whitening = None if whitening is None else whitening.fingerprint
+    alike = [maker for maker in made if maker.whitening == actual_whitening]
+    return (alike or made)[-1]
 
 
 def describer_like(
