@@ -98,7 +98,8 @@ def extract_command(
     if world.rank == 0:
         text = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
         if earlier is not None:
-            text += f", {len(earlier.stored)} of them from {only_missing}"
+            text += f", {len(earlier.stored)} of them from {only_missing}, which are assumed to be"
+            text += " compatible: `distap eval --gallery-rows` measures it"
         if written.left_out:
             text += f"; {len(written.left_out)} files left out, see {output / 'about.json'}"
         print_result(f"{output}: {text}")

@@ -57,8 +57,8 @@ def teacher_rows(
         raise DistapError(
             "loss.wrong_dimensions",
             f"{name} compares descriptors of {dimensions} dimensions with a teacher's of"
-            f" {rows.shape[1]}: let the network have the teacher's number, outside matryoshka, or"
-            " take distil_relations, which works with any",
+            f" {rows.shape[1]}: let the network have as many (model.projection: {rows.shape[1]}),"
+            " outside matryoshka, or take distil_relations, which works with any",
         )
     rows = rows.to(gathered.gallery)
     # Divided by the largest number first: squares of numbers below 1e-19 or above 1e19 are 0 or
