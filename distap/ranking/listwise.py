@@ -43,7 +43,7 @@ class RankingModule(nn.Module):
         self.learned = self.loss.learned
         self.memory_bytes = memory_bytes
         self.memory = CrossBatchMemory(memory)
-        self.memory.refuse_unfit(self.loss)
+        self.memory.refuse_unfit(self.loss, may_ignore=True)
         self._calls = 0
         self._is_warned = False
 

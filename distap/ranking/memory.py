@@ -29,9 +29,14 @@ class CrossBatchMemory:
     def __len__(self) -> int:
         return len(self._rows.get("images", ()))
 
-    def refuse_unfit(self, loss: Loss) -> None:
-        """Raise a DistapError if a loss, or a term of it, cannot rank against this memory."""
-        if self.size and not loss.takes_memory:
+    def refuse_unfit(self, loss: Loss, may_ignore: bool = False) -> None:
+        """Raise a DistapError if a loss, or a term of it, cannot rank against this memory.
+
+        Args:
+            may_ignore: accept a loss that is of the batch alone whatever the gallery.
+        """
+        takes = loss.takes_memory
+        if self.size and not (takes or (may_ignore and takes is None)):
             raise DistapError(
                 "loss.takes_no_memory",
                 f"memory: {type(loss).__name__}, or a term of it, is a loss of the batch alone and"

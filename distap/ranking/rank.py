@@ -109,7 +109,7 @@ def rank(
     built = build_loss(loss, **options)
     checked_mode = check_mode(mode)
     if memory is not None:
-        memory.refuse_unfit(built)
+        memory.refuse_unfit(built, may_ignore=True)
     with agreement(world) as view:
         if descriptors.ndim != 2 or not descriptors.is_floating_point():
             raise DistapError(

@@ -358,7 +358,6 @@ def test_the_commands_grow_a_folder_index_it_and_search_with_either_network(
 ):
     options = "evaluation.sizing=crop 32", "data.workers=0"
     extracted = tmp_path / "extracted"
-    missing = "--only-missing", tmp_path / "first"
     for arguments in (
         (
             folder / "some",
@@ -371,7 +370,8 @@ def test_the_commands_grow_a_folder_index_it_and_search_with_either_network(
             extracted,
             "--checkpoint",
             searched / "new",
-            *missing,
+            "--only-missing",
+            tmp_path / "first",
         ),
     ):
         assert distap(monkeypatch, "extract", *arguments, *options) == 0

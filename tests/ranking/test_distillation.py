@@ -438,12 +438,17 @@ def test_the_nearest_of_close_rows_of_float32_is_the_nearest_by_distance():
     torch.testing.assert_close(ranking.per_query, expected, rtol=1e-6, atol=0)
 
 
+def test_a_loss_that_would_ignore_a_memory_is_refused_for_a_training():
+    ListwiseLoss("koleo", memory=9)
+    with raises("loss.takes_no_memory", "KoLeo"):
+        distap.Multistage(small_network(), "koleo", memory=9)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         "distil_relations",
         "compatible",
-        "koleo",
         {"smooth_ap": 1.0, "compatible": 0.5},
         {"matryoshka": {"dimensions": [4], "inner": {"ap_q": 1.0, "distil_relations": 1.0}}},
         {"smooth_ap": 1.0, "test_distillation:OfAll": 1.0},

@@ -157,8 +157,8 @@ def folder(tmp_path_factory):
 
 
 def extract(monkeypatch, images: str, rows: str, name: str) -> None:
-    command = ("extract", images, rows, "--checkpoint", name, *made_small(name))
-    assert distap(monkeypatch, *command) == 0
+    changes = made_small(name)
+    assert distap(monkeypatch, "extract", images, rows, "--checkpoint", name, *changes) == 0
 
 
 def extract_rows(monkeypatch, name: str) -> None:

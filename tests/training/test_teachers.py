@@ -272,28 +272,32 @@ def test_halves_become_float32_and_further_rows_do_not_matter(tmp_path, shards, 
 def test_a_row_of_one_dimension_is_a_number(tmp_path, shards, teacher):
     weights = {key: row[:1] ** 2 + 1 for key, row in teacher.items()}
     folder = write_rows(tmp_path / "rows", weights)
-    changes = {
-        "loss": {"name": "ap_q", "weights": "given"},
-        "data__rows": {"weights": str(folder)},
-    }
-    train_with(World(), tmp_path / "run", shards, folder, **changes)
+    train_with(
+        World(),
+        tmp_path / "run",
+        shards,
+        folder,
+        loss={"name": "ap_q", "weights": "given"},
+        data__rows={"weights": str(folder)},
+    )
     assert len(losses(tmp_path / "run")) == STEPS
 
 
 def test_descriptors_in_place_of_images_have_rows(tmp_path, shards, folder, teacher):
     """Those of a frozen backbone, which the training describes once, and stored ones."""
-    changes = {
-        "model__projection": 8,
-        "model__freeze": "backbone",
-        "data__augmentation": {
+    settings = settings_with(
+        shards,
+        folder,
+        model__projection=8,
+        model__freeze="backbone",
+        data__augmentation={
             "name": "crop_flip_colour",
             "crop": 1,
             "flip": 0,
         },
-        "model__pooling": "native",
-        "model__unit_length": True,
-    }
-    settings = settings_with(shards, folder, **changes)
+        model__pooling="native",
+        model__unit_length=True,
+    )
     prepared = prepare(recipe(tmp_path / "run", (None, None), **settings), World())
     assert prepared.recipe.data.is_described
     keys, rows = rows_of_share(prepared)
