@@ -441,7 +441,20 @@ def test_the_nearest_of_close_rows_of_float32_is_the_nearest_by_distance():
 def test_a_loss_that_would_ignore_a_memory_is_refused_for_a_training():
     ListwiseLoss("koleo", memory=9)
     with raises("loss.takes_no_memory", "KoLeo"):
-        distap.Multistage(small_network(), "koleo", memory=9)
+        training_with_memory("koleo")
+
+
+def training_with_memory(loss):
+    network = small_network()
+    learner = learning(network, torch.optim.SGD(network.parameters()), World())
+    return step_with(
+        learner,
+        build_loss(loss),
+        World(),
+        0,
+        MicroBatchSizes(4),
+        memory=CrossBatchMemory(9),
+    )
 
 
 @pytest.mark.parametrize(
@@ -461,17 +474,8 @@ def test_a_memory_is_refused_at_once_where_a_term_cannot_rank_against_it(loss):
         ListwiseLoss(loss, memory=9)
     with raises("loss.takes_no_memory"):
         rank(normalize(raw), labels, loss, memory=CrossBatchMemory(9))
-    network = small_network()
-    learner = learning(network, torch.optim.SGD(network.parameters()), World())
     with raises("loss.takes_no_memory"):
-        step_with(
-            learner,
-            build_loss(loss),
-            World(),
-            0,
-            MicroBatchSizes(4),
-            memory=CrossBatchMemory(9),
-        )
+        training_with_memory(loss)
 
 
 class OfAll(distap.DescriptorLoss):
