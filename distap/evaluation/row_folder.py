@@ -46,9 +46,9 @@ class RowFolder:
         rows = self._rows_of(keys)
         lacking = np.flatnonzero(rows == NONE)
         # Another form of a name is rare, and looking for it takes a loop in Python.
-        other = [name for name in keys[lacking].tolist() if not name.isascii()]
-        if other:
-            names = [self._names.known_as(name) for name in keys[lacking].tolist()]
+        missing: list[str] = keys[lacking].tolist()
+        if not all(map(str.isascii, missing)):
+            names = [self._names.known_as(name) for name in missing]
             rows[lacking] = self._rows_of(np.array(names, np.str_))
         return rows
 
