@@ -22,7 +22,7 @@ from distap.data.joined import MixedImages
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, RowsOf
 from distap.data.shards.parallel import untracked
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.row_folder import RowFolder, open_row_folder, refuse_repeated_images
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
@@ -30,6 +30,7 @@ from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     KEYS_FILE,
     NETWORKS_FILE,
+    SHORT,
     read_descriptors,
 )
 from distap.retrieval.row_blocks import BLOCK_NUMBERS, DescriptorParts
@@ -88,6 +89,14 @@ class StoredRows:
                         " the same folder",
                     )
         on_all(world, open_all, takes_part=not self._folders)
+        for folder in (folder for of_sets in self._folders.values() for folder in of_sets):
+            logger.info(
+                "%s: %s rows of %s dimensions, of the images of %s by the network %s",
+                folder.where,
+                *(f"{length:,}" for length in folder.stored.descriptors.shape),
+                folder.stored.data,
+                folder.stored.described_by.network[:SHORT],
+            )
 
     def joined(self, images: ImageSet | MixedImages) -> RowsOf:
         """Return a function that reads rows by the numbers of images.

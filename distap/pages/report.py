@@ -19,6 +19,7 @@ from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError, without_secrets
+from distap.evaluation.joined_rows import upgrade_lines
 from distap.evaluation.saved import (
     Evaluation,
     Retrieved,
@@ -98,6 +99,16 @@ class Run:
         if isinstance(validation, dict):
             return rows_of_sets(last["also"])
         return rows_of_sets({without_secrets(validation): last["validation"], **last["also"]})
+
+    @property
+    def upgrades(self) -> list[str]:
+        """Return a line for each set of the last evaluation that another network described too."""
+        last = self.validations[-1] if self.validations else {}
+        return [
+            f"{name}: {line}"
+            for name, figures in last.get("also", {}).items()
+            for line in upgrade_lines(figures)
+        ]
 
     @property
     def train_seconds(self) -> float:

@@ -18,6 +18,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.damage import REASONS
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
+from distap.evaluation.joined_rows import upgrade_lines
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
@@ -263,6 +264,9 @@ class RunReport:
         else:
             for line in aligned(rows_of_sets(figures)):
                 logger.info("step %d: %s", step, line)
+        for name, values in figures.items():
+            for line in upgrade_lines(values):
+                logger.info("step %d: %s: %s", step, name, line)
         recipe = self.recipe
         also = {name: figures[name] for name in figures if name != str(recipe.data.validation)}
         self._write(

@@ -755,7 +755,10 @@ def test_a_training_chooses_its_best_by_queries_in_the_old_gallery(
     assert [line["score"] for line in lines] == [
         {"upgrade new-to-old mAP": of_step["new-to-old mAP"]} for of_step in figures
     ]
-    report(run)
+    page, _ = report(run)
+    last = figures[-1]
+    verdict = "holds" if last["new-to-old mAP"] > last["old-to-old mAP"] else "fails"
+    assert f"upgrade: upgrade {verdict} (Shen et al. 2020)" in page.read_text()
 
 
 def test_old_queries_are_ranked_in_the_old_gallery_once(
