@@ -55,7 +55,11 @@ def trained(recipe: Recipe) -> Iterator[int]:
         Endpoint(rank).served(port, recipe.metrics.address) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
-        yield Trainer(prepare(recipe, world, endpoint), world).train()
+        trainer = Trainer(prepare(recipe, world, endpoint), world)
+        status = trainer.train()
+        if rank == 0 and trainer.ended is not None:
+            endpoint.wait_for_scrape(trainer.ended)
+        yield status
 
 
 class Trainer:
@@ -75,6 +79,7 @@ class Trainer:
         self.done = 0  # steps that have led to the present parameters
         self._saved = 0  # steps that have led to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
+        self.ended: float | None = None  # time.monotonic() when it was done or began to stop
 
     def train(self) -> int:
         """Train from the newest checkpoint, if any, to the last step, and return FINISHED.
@@ -97,6 +102,7 @@ class Trainer:
             )
             if self.done >= steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, steps)
+                self._report_ending("done")
                 return FINISHED
             announce(prepared, self.done, self.world.device, self.world.size)
             with self.report.opened(self.done), self.report.endpoint.ready(lambda: stop.requested):
@@ -107,6 +113,7 @@ class Trainer:
                         logger.warning(
                             "stopped before the evaluation after step %d was done", self.done
                         )
+                        self._report_ending("stopped")
                         return RESTART
                     if owes_evaluation:
                         self._save_if_due(figures)
@@ -145,9 +152,11 @@ class Trainer:
             stopping = self._evaluate_and_save(stop, stopping)
             if stopping:
                 break
+        is_stopped = self.done < length.steps or (stopping and self._is_evaluation_due())
+        self._report_ending("stopped" if is_stopped else "done")
         self._finish_checkpoint()
 
-        if self.done < length.steps or (stopping and self._is_evaluation_due()):
+        if is_stopped:
             saved = ", with a checkpoint" if self.done else ""
             logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
             return RESTART
@@ -332,6 +341,14 @@ class Trainer:
             if written.may_pass:
                 raise UnreachableError("checkpoint.not_written", message)
             raise DistapError("checkpoint.not_written", message)
+
+    def _report_ending(self, reason: str) -> None:
+        """Export that the training is done or stops on request, so that no alert takes it for lost.
+
+        It comes before the last checkpoint is written, which takes a while.
+        """
+        self.report.metrics.ended.labels(reason).set(1)
+        self.ended = time.monotonic()
 
     def _average_statistics(self) -> None:
         # With model.batchnorm `batch` each rank has seen other micro-batches, and would evaluate

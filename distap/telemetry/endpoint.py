@@ -15,10 +15,11 @@ take nothing from the training but MOST_CLIENTS files and threads, each for REQU
 import json
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from ipaddress import ip_address
 from socketserver import TCPServer
@@ -37,6 +38,8 @@ from distap.processes.watchdog import Watchdog
 MOST_CLIENTS = 64
 # From the start of a connection to the end of its answer; each has one request.
 REQUEST_SECONDS = 10.0
+# The longest wait for a last scrape; the PodMonitor of k8s/monitoring scrapes every 15 s.
+LAST_SCRAPE_SECONDS = 20.0
 FOREIGN_HOST = (
     "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to"
     " the name)"
@@ -52,6 +55,8 @@ class Endpoint:
     watchdog: Watchdog | None = None
     not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
     address: str = "127.0.0.1"
+    # Times of the last two scrapes, by time.monotonic().
+    scrapes: deque[float] = field(default_factory=partial(deque, maxlen=2))
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
@@ -85,6 +90,19 @@ class Endpoint:
         finally:
             self.not_ready = lambda: "finished"
 
+    def wait_for_scrape(self, since: float) -> None:
+        """Wait until metrics of after `since` were read, if they are read at a regular interval.
+
+        Else the last figures of a run, such as that it is done, would be lost with its process.
+        """
+        times = list(self.scrapes)
+        if len(times) < 2:
+            return
+        interval = min(1.25 * (times[1] - times[0]), LAST_SCRAPE_SECONDS)
+        until = max(times[1], since) + interval
+        while self.scrapes[-1] < since and time.monotonic() < until:
+            time.sleep(0.1)
+
     def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer an HTTP request as a WSGI application."""
         path = request.get("PATH_INFO", "/")
@@ -92,7 +110,10 @@ class Endpoint:
             status = HTTPStatus.BAD_REQUEST
             content = {"error": FOREIGN_HOST}
         elif path == "/metrics":
-            return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
+            begun = time.monotonic()
+            content = make_wsgi_app(self.registry)(request, start)
+            self.scrapes.append(begun)
+            return cast(Iterable[bytes], content)
         elif path == "/healthz":
             fault = self.watchdog and self.watchdog.verdict
             status, content = self._state("leaving after a fault" if fault else None, "healthy")

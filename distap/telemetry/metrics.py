@@ -27,6 +27,7 @@ import distap
 
 STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
 BETWEEN_STEPS = ("evaluation", "checkpoint")
+ENDINGS = ("done", "stopped")  # stopped on request, with a checkpoint
 
 # Attribute of TrainingMetrics: class, name after `distap_` (Counters get `_total`), help, labels.
 OF_RANK: dict[str, tuple[Any, ...]] = {
@@ -65,6 +66,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "ranks": (Gauge, "world_size_ranks", "Ranks of the training"),
     "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
     "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
+    "ended": (Gauge, "ended", "1 once the training is done, or stops on request", "reason"),
     "loss": (Gauge, "loss", "Loss of the global batch"),
     "batch_mAP": (
         Gauge,
@@ -177,6 +179,7 @@ class TrainingMetrics(SimpleNamespace):
             (self.images, ("describe", "replay")),
             (self.skipped, skip_reasons),
             (self.nonfinite, ("descriptor", "loss", "gradient")),
+            (self.ended, ENDINGS),
         ):
             for value in values:
                 metric.labels(value)

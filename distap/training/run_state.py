@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import distap
 from distap.checkpoint.agreement import on_all, on_rank_0
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
-from distap.checkpoint.lease import Lease
+from distap.checkpoint.lease import TAKE_OVER, Lease
 from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
 from distap.data.joined import MixedIndex
@@ -233,6 +234,7 @@ class RunState:
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
+        self._refuse_other_run(recorded["run"], checkpoint.where)
         identity = checkpoint.manifest.about
         before = _identity(recorded, identity.get("data"), identity.get("rows", {}))
         now = _identity(self._settings, self._fingerprints, self.rows)
@@ -272,6 +274,24 @@ class RunState:
         for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
+
+    def _refuse_other_run(self, owner: str, where: str) -> None:
+        """Raise a DistapError if the store belongs to another run, which this one would overwrite.
+
+        Args:
+            owner: the run folder as the run that wrote the checkpoint had it. Other hosts may have
+                it elsewhere, so its name alone counts.
+        """
+        run = self.recipe.run
+        is_own = Path(owner).name == run.name
+        if self.recipe.checkpoint.store is None or is_own or TAKE_OVER in os.environ:
+            return
+        raise DistapError(
+            "run.other_run",
+            f"{where}: checkpoint.store belongs to run={owner}, and this is run={run}: give each"
+            f" run a store of its own; if {run} is to go on from that run and to write over its"
+            " checkpoints, start it once with --take-over",
+        )
 
 
 def _identity(recipe: dict[str, Any], fingerprint: Any, rows: Mapping[str, str]) -> dict[str, Any]:

@@ -27,6 +27,15 @@ from distap.processes.stopping import MARGIN_SECONDS
 K8S = Path(__file__).parents[2] / "k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
 TASKS = ["evaluate", "extract", "serve"]
+NAMESPACED = {
+    "ConfigMap",
+    "Job",
+    "JobSet",
+    "NetworkPolicy",
+    "Service",
+    "TrainJob",
+    "TrainingRuntime",
+}
 KUBERNETES = "1.37"
 OPERATORS_PORT = "29500"
 MODELS = {
@@ -127,11 +136,7 @@ def check_pods(objects: dict[str, Any]) -> None:
     labels = job["template"]["metadata"]["labels"]
     pod = job["template"]["spec"]
     name = labels["app.kubernetes.io/instance"]
-    named = [
-        entry["metadata"]
-        for kind, entry in objects.items()
-        if kind not in ("ConfigMap", "PriorityClass")
-    ]
+    named = [entry["metadata"] for kind, entry in objects.items() if kind != "ConfigMap"]
     assert {(entry["name"], entry["namespace"]) for entry in named} == {(name, "research")}
     selectors = [
         policy["podSelector"],
@@ -362,6 +367,53 @@ def test_another_name_and_other_counts_are_edits_of_single_lines(tmp_path, overl
     assert objects["ConfigMap"]["metadata"]["name"].startswith("mine-")
     trainer = objects.get("TrainJob", {}).get("spec", {}).get("trainer", {})
     assert (trainer.get("numNodes") or job_of(objects)["completions"]) == 4
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_deleting_a_training_takes_nothing_from_others(overlay):
+    for kind, entry in objects_in(f"overlays/{overlay}").items():
+        assert kind in NAMESPACED
+        assert entry["metadata"]["namespace"] == "research"
+
+
+def test_the_queue_covers_all_that_a_training_requests():
+    objects = [*yaml.safe_load_all(built("cluster/kueue"))]
+    names = {(entry["kind"], entry["metadata"]["name"]) for entry in objects}
+    training = objects_in("overlays/kueue")
+    labels = training["JobSet"]["metadata"]["labels"]
+    assert ("LocalQueue", labels["kueue.x-k8s.io/queue-name"]) in names
+    assert ("WorkloadPriorityClass", labels["kueue.x-k8s.io/priority-class"]) in names
+    [queue] = [entry for entry in objects if entry["kind"] == "ClusterQueue"]
+    [group] = queue["spec"]["resourceGroups"]
+    [flavor] = group["flavors"]
+    assert ("ResourceFlavor", flavor["name"]) in names
+    assert [entry["name"] for entry in flavor["resources"]] == group["coveredResources"]
+    template = job_of(training)["template"]
+    requests = template["spec"]["containers"][0]["resources"]["requests"]
+    assert requests.keys() <= {*group["coveredResources"]}
+    # A queue without a topology admits no training that asks for one.
+    assert not any("topology" in name for name in template["metadata"]["annotations"])
+
+
+def test_components_for_other_clusters_fit_an_overlay(tmp_path):
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/kueue/kustomization.yaml"
+    text = file.read_text().replace(
+        "- training\n",
+        "- ../../components/kueue-topology\n- ../../components/priority\n- training\n"
+        "- ../../components/cpu-limit\n",
+    )
+    file.write_text(text)
+    objects = objects_in(str(file.parent))
+    check_schemas(objects)
+    check_pods(objects)
+    template = job_of(objects)["template"]
+    [priority] = yaml.safe_load_all(built("cluster/priority"))
+    kubernetes_validate.validate(priority, KUBERNETES, strict=True)
+    assert template["spec"]["priorityClassName"] == priority["metadata"]["name"]
+    assert "kueue.x-k8s.io/podset-preferred-topology" in template["metadata"]["annotations"]
+    resources = template["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["cpu"] == resources["requests"]["cpu"] == "48"
 
 
 def test_the_schemas_notice_an_unknown_field_in_a_core_object_and_in_an_operators():

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
@@ -55,6 +56,27 @@ def test_a_rank_is_ready_while_it_trains_and_is_not_to_stop(endpoint):
         assert ask(f"{url}/readyz") == (503, '{"rank": 3, "status": "stopping"}\n')
     assert ask(f"{url}/readyz") == (503, '{"rank": 3, "status": "finished"}\n')
     assert ask(f"{url}/healthz")[0] == 200
+
+
+def test_the_last_figures_wait_for_the_next_scrape_if_there_are_any(endpoint):
+    rank, url = endpoint
+    rank.wait_for_scrape(time.monotonic())  # nobody reads them
+    ended = threading.Event()
+
+    def scrape():
+        while not ended.wait(0.05):
+            ask(f"{url}/metrics")
+
+    scraping = threading.Thread(target=scrape)
+    scraping.start()
+    while len(rank.scrapes) < 2:
+        time.sleep(0.01)
+    since = time.monotonic()
+    rank.wait_for_scrape(since)
+    assert rank.scrapes[-1] >= since
+    ended.set()
+    scraping.join()
+    rank.wait_for_scrape(time.monotonic() - 60)  # they were read since then
 
 
 def test_a_rank_that_leaves_after_a_fault_says_which(endpoint):

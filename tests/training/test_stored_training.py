@@ -13,10 +13,12 @@ from small_trainings import losses, parameters, recipe, train
 
 from distap.apps.export.exporting import export_to_folder
 from distap.checkpoint.finding import opened_checkpoint
+from distap.checkpoint.lease import TAKE_OVER
 from distap.data.shards.indexing import index_shards
 from distap.errors import FINISHED, RESTART
 from distap.evaluation.saved import saved_steps
 from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.metrics import ENDINGS
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
@@ -51,21 +53,25 @@ def stopped_in(trainer, number):
     return trainer.train()
 
 
+def ending_of(trainer):
+    """What the metrics say of the end of a training, for alerts."""
+    value = trainer.report.endpoint.registry.get_sample_value
+    return [reason for reason in ENDINGS if value("distap_ended", {"reason": reason})]
+
+
 def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(
     tmp_path, training_shards, undisturbed, s3
 ):
     url = "s3://shards/stopped"
     changes = {**STEPS, "checkpoint__store": url, **evaluated(training_shards)}
-    first = tmp_path / "first"
-    second = tmp_path / "second"
-    assert (
-        stopped_in(Trainer(prepare(recipe(first, training_shards, **changes), World()), World()), 1)
-        == RESTART
-    )
-    assert (
-        Trainer(prepare(recipe(second, training_shards, **changes), World()), World()).train()
-        == FINISHED
-    )
+    first = tmp_path / "first" / "run"
+    second = tmp_path / "second" / "run"
+    trainer = Trainer(prepare(recipe(first, training_shards, **changes), World()), World())
+    assert stopped_in(trainer, 1) == RESTART
+    assert ending_of(trainer) == ["stopped"]
+    trainer = Trainer(prepare(recipe(second, training_shards, **changes), World()), World())
+    assert trainer.train() == FINISHED
+    assert ending_of(trainer) == ["done"]
     assert losses(second) == losses(undisturbed)
     assert saved_steps(second) == saved_steps(undisturbed)
     assert [entry["step"] for entry in read_run_log(second) if "validation" in entry] == [0, 2, 4]
@@ -85,6 +91,20 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(
         assert best.manifest.score == next(iter(best.state()["figures"].values()))["mAP"]
     with raises("checkpoint.none", "s3://shards/nothing"):
         trained_network("s3://shards/nothing", World())
+
+
+def test_a_store_belongs_to_one_run(tmp_path, training_shards, monkeypatch):
+    changes = {"steps": 1, "checkpoint__store": f"file://{tmp_path}/store"}
+    train(World(), tmp_path / "ann", training_shards, **changes)
+    before = (tmp_path / "store/recipe.yaml").read_bytes()
+    with raises("run.other_run", tmp_path / "ann", tmp_path / "bob", "--take-over"):
+        train(World(), tmp_path / "bob", training_shards, **{**changes, "steps": 2})
+    assert (tmp_path / "store/recipe.yaml").read_bytes() == before
+    monkeypatch.setenv(TAKE_OVER, "1")
+    train(World(), tmp_path / "bob", training_shards, **{**changes, "steps": 2})
+    monkeypatch.delenv(TAKE_OVER)
+    train(World(), tmp_path / "elsewhere/bob", training_shards, **{**changes, "steps": 3})
+    assert len(losses(tmp_path / "elsewhere/bob")) == 3
 
 
 def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(
