@@ -60,6 +60,11 @@ def dashboard() -> dict[str, Any]:
     return board
 
 
+def boards() -> list[dict[str, Any]]:
+    """All dashboards: that of one training, and that of all."""
+    return [dashboard(), json.loads((MONITORING / "fleet.json").read_text())]
+
+
 def panel_expressions(board: dict[str, Any]) -> dict[str, list[str]]:
     """The expressions of each panel, by its title."""
     return {

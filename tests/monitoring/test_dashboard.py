@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from monitors import dashboard, names_in, panel_expressions, promtool, rules
+from monitors import boards, dashboard, names_in, panel_expressions, promtool, rules
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from distap.apps.serve.guard import ServingMetrics
@@ -59,7 +59,10 @@ def test_every_metric_that_is_asked_for_is_exported_or_recorded_and_rates_are_of
     families, exported
 ):
     shown = [
-        item for expressions in panel_expressions(dashboard()).values() for item in expressions
+        item
+        for board in boards()
+        for expressions in panel_expressions(board).values()
+        for item in expressions
     ]
     asked = [*shown, *(rule["expr"] for rule in rules("alert") + rules("record"))]
     names = set().union(*map(names_in, asked))
@@ -97,5 +100,6 @@ def test_every_figure_that_distap_exports_is_shown(exported, panels):
         "distap_search_build",
         "distap_search_index_images",  # of the choice of namespace and job
         "distap_last_step_timestamp_seconds",  # of alerts
+        "distap_ended",
         "distap_checkpoint_last_success_timestamp_seconds",
     }

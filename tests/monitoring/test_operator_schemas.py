@@ -67,6 +67,5 @@ def test_the_operator_knows_every_field_and_takes_every_value(schemas, built):
 def test_grafana_finds_the_dashboard_in_a_config_map(built):
     config_map = built["ConfigMap"]
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(config_map["data"]["distap.json"]) == json.loads(
-        (MONITORING / "dashboard.json").read_text()
-    )
+    for name, file in (("distap.json", "dashboard.json"), ("distap-fleet.json", "fleet.json")):
+        assert config_map["data"][name] == (MONITORING / file).read_text()
