@@ -188,8 +188,12 @@ class Checkpoints:
         best = self.best()[1]
         past = [name for name in self.names() if name[:STEP] <= newest[:STEP]]
         earlier = [name for name in past if name[:STEP] < newest[:STEP]]
+        self.remove(set(past) - {newest, best, *earlier[::-1][: keep - 1]})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove these checkpoints."""
         listed = self._listed()
-        for name in set(past) - {newest, best, *earlier[::-1][: keep - 1]}:
+        for name in names:
             self._remove(name, listed[name])
 
     def fetch(self, name: str, files: Iterable[str], folder: Path) -> None:

@@ -27,6 +27,9 @@ from distap.storage.texts import parsed_json
 FILE = "lease.json"
 RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
+# After so long without a renewal nobody counts as training, even if clocks differ and a store was
+# out of reach for a while.
+ENDED_SECONDS = 6 * 3600.0
 TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-over
 
 
@@ -145,12 +148,7 @@ class Lease:
         return f"not renewed for {watched_seconds:.0f} s" if is_stale else ""
 
     def _is_of_this_host(self, other: Mapping[str, Any]) -> bool:
-        # Where there is no /proc both are "": then the other counts as one of another host, and is
-        # watched.
-        return (
-            bool(other)
-            and other["process"].rpartition(" ")[0] == self._own["process"].rpartition(" ")[0] != ""
-        )
+        return bool(other) and _are_of_one_host(other, self._own)
 
     def _is_own(self, lease: Mapping[str, Any] | None) -> bool:
         return lease is not None and lease.get("training") == self._own["training"]
@@ -172,6 +170,28 @@ class Lease:
                 self._place.write(FILE, self._text())
             except DistapError as error:
                 logger.warning("%s: the lease cannot be renewed: %s", self._place.base, error)
+
+
+def why_live(place: Storage) -> str:
+    """Return why a training may still write to a run's folder or store; "" if it has ended."""
+    lease = _read(place)
+    if lease is None:
+        return ""
+    if not lease:
+        return f"its {FILE} is damaged, so nobody knows"
+    if _are_of_one_host(lease, {"process": _process(os.getpid())}):
+        is_running = _process(lease["pid"]) == lease["process"]
+        return f"process {lease['pid']} of this host trains it" if is_running else ""
+    silent = max(time.time() - lease.get("renewed", lease["started"]), 0)
+    if silent > ENDED_SECONDS:
+        return ""
+    return f"{_named(lease)}, renewed its lease {timedelta(seconds=round(silent))} ago"
+
+
+def _are_of_one_host(lease: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    # Where there is no /proc both are "": then the other counts as one of another host.
+    host = lease["process"].rpartition(" ")[0]
+    return host == other["process"].rpartition(" ")[0] != ""
 
 
 def _read(place: Storage) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
 from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
+from distap.cli.runs import runs_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.train import report_command, train_command
 from distap.cli.tune import tune_command
@@ -29,6 +30,7 @@ for command in (
     search_command,
     serve_command,
     report_command,
+    runs_command,
 ):
     app.command(command.__name__.removesuffix("_command"))(command)
 app.add_typer(data, name="data")

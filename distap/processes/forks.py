@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from distap.errors import FAILED
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 END_SECONDS = 5.0  # that the end of a process waits for daemon threads
 _DAEMONS = weakref.WeakSet[threading.Thread]()
+_LISTENING = weakref.WeakSet[socket.socket]()
 T = TypeVar("T")
 
 
@@ -31,6 +33,21 @@ def forking_context() -> Any:
     # The default of Python 3.14 is a server that forks: it would import torch again, and outlive
     # this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+
+
+def close_in_forks(listening: socket.socket) -> None:
+    """Keep a socket out of all forks: a loader worker would answer, or hold the port, after its
+    parent.
+    """
+    _LISTENING.add(listening)
+
+
+def _close_listening() -> None:
+    for listening in _LISTENING:
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_close_listening)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -218,6 +218,13 @@ class Storage:
         sizes = {str(path).removeprefix(start): int(info["size"]) for path, info in entries.items()}
         return {name: size for name, size in sizes.items() if name.startswith(f"{folder}/")}
 
+    @retried("listed")
+    def modified(self, name: str) -> float:
+        """Return when a file was written last, in seconds since 1970."""
+        path = joined(strip_protocol(self.base), name)
+        time: float = self._files.modified(path).timestamp()
+        return time
+
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file atomically; on return it survives a loss of power."""

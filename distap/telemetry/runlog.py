@@ -60,6 +60,7 @@ def log_start(folder: Path, step: int, **facts: Any) -> None:
         "step": step,
         "time": time.time(),
         "host": socket.gethostname(),
+        "user": os.environ.get("USER") or f"uid {os.getuid()}",
         "distap": distap.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -16,6 +16,7 @@ from servers import free_ports
 
 import distap.telemetry.endpoint
 from distap.errors import DistapError
+from distap.processes.forks import forking_context
 from distap.telemetry.endpoint import Endpoint
 
 
@@ -77,6 +78,21 @@ def test_the_last_figures_wait_for_the_next_scrape_if_there_are_any(endpoint):
     ended.set()
     scraping.join()
     rank.wait_for_scrape(time.monotonic() - 60)  # they were read since then
+
+
+def test_a_fork_does_not_hold_the_port():
+    port = free_ports(1)
+    context = forking_context()
+    ended = context.Event()
+    with Endpoint().served(port, "127.0.0.1"):
+        fork = context.Process(target=ended.wait)
+        fork.start()
+        assert ask(f"http://127.0.0.1:{port}/healthz")[0] == 200
+    with Endpoint().served(port, "127.0.0.1"):
+        assert fork.is_alive()
+        assert ask(f"http://127.0.0.1:{port}/healthz")[0] == 200
+    ended.set()
+    fork.join()
 
 
 def test_a_rank_that_leaves_after_a_fault_says_which(endpoint):
