@@ -3,6 +3,8 @@
 from contextlib import ExitStack
 from functools import partial
 
+import json
+
 import numpy as np
 import pytest
 import timm
@@ -110,6 +112,16 @@ def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, 
     state = network.describer.retrieval_network.backbone.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in of_timm.state_dict().items())
     assert (tmp_path / "saved" / "README.md").read_text().startswith("---")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config["distap"]["format"] += 1
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    with raises("weights.other_version", tmp_path / "saved", config["distap"]["format"]):
+        distap.load(tmp_path / "saved")
+    del config["distap"]["format"]  # as the first ones were
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(
+        distap.load(tmp_path / "saved", device="cpu").describe(paths), network.describe(paths)
+    )
     (tmp_path / "saved" / "head.safetensors").write_bytes(b"")
     with raises("weights.not_a_network"):
         distap.load(tmp_path / "saved")

@@ -26,6 +26,7 @@ from distap.storage.texts import read_json
 
 # Files of a saved folder: of all tensors of a network, or of those that training changed.
 CONFIG = "config.json"
+SAVED_FORMAT = 1  # of its section `distap` and the files that it describes
 BACKBONE = "model.safetensors"
 HEAD = "head.safetensors"
 ADAPTERS = "adapter_model.safetensors"
@@ -212,6 +213,13 @@ def read_saved(source: str, trusted: bool = False, **download: Any) -> TrainedNe
     try:
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
         settings = dict(read_json(folder / CONFIG)["distap"])
+        written = settings.pop("format", SAVED_FORMAT)  # that the first ones did not have
+        if written != SAVED_FORMAT:
+            raise DistapError(
+                "weights.other_version",
+                f"{source}: format {written!r} of saved networks, expected {SAVED_FORMAT}: read it"
+                " with the version of distap that wrote it",
+            )
         model = dict(settings["model"])
         settings["model"] = model
         if settings.get("base") is None:

@@ -22,7 +22,15 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
 from distap.model.network import digests_of
-from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
+from distap.model.trained import (
+    ADAPTERS,
+    BACKBONE,
+    CHANGED,
+    CONFIG,
+    HEAD,
+    SAVED_FORMAT,
+    read_saved,
+)
 from distap.registry import build_recorded
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
 from distap.training.build import network_of, with_given
@@ -152,6 +160,7 @@ class DescriptorNetwork(
             "num_features": network.features,
             "pretrained_cfg": {name: pretrained[name] for name in TIMM_KEYS if name in pretrained},
             "distap": {
+                "format": SAVED_FORMAT,
                 **record,
                 "data": {"image_size": self._recipe.data.image_size},
                 "evaluation": {key: getattr(describer.described_by, key) for key in DESCRIBED},
