@@ -1,9 +1,8 @@
 """`distap.load` and `distap.evaluate`, and wrong arguments of any public function."""
 
+import json
 from contextlib import ExitStack
 from functools import partial
-
-import json
 
 import numpy as np
 import pytest
