@@ -1,4 +1,4 @@
-"""A task of a Slurm array trains its own line of a list; Slurm's programs are stand-ins that print."""
+"""A task of a Slurm array trains its own line of a list. Slurm's programs are stand-ins."""
 
 import os
 import subprocess
