@@ -1,0 +1,284 @@
+"""Compare networks by query: open runs, exports, evaluations and descriptors of any kind."""
+
+from __future__ import annotations  # `help` shows the types as they are written here
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distap.errors import DistapError, checked
+from distap.evaluation.compared_queries import Compared, Side, compared
+from distap.evaluation.comparing import RESAMPLES
+from distap.evaluation.comparison_tables import comparison_record, comparison_table
+from distap.evaluation.described_images import StoredDescribing, stored_describing
+from distap.evaluation.describing import describing_of
+from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.extraction.extracting import Describing
+from distap.evaluation.given_descriptors import evaluate_rows
+from distap.evaluation.row_folder import RowFolder, open_descriptors
+from distap.evaluation.saved import RESULT_FILE, Evaluation, read_evaluation
+from distap.evaluation.sets import open_set
+from distap.model.trained import HUB, is_saved
+from distap.retrieval.descriptor_files import (
+    ABOUT_FILE,
+    EXTRACTION_FILE,
+    DescribedBy,
+    DescriptorSet,
+    reading,
+)
+from distap.retrieval.row_blocks import PART_SUFFIXES, open_parts
+from distap.storage.texts import read_text
+from distap.training.build import trained_network
+from distap.training.descriptor_network import DescriptorNetwork
+from distap.world import World
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A baseline, and each other side next to it."""
+
+    compared: tuple[Compared, ...]
+    evaluations: dict[str, list[Evaluation]]  # of each side's runs, the baseline first
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Return for each other side, in words, whether it is better."""
+        return [pair.verdict for pair in self.compared]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what was left out, and what limits the results."""
+        return list(dict.fromkeys(note for pair in self.compared for note in pair.notes))
+
+    def table(self, form: str = "markdown") -> str:
+        """Return the figures as a table: latex, markdown or csv."""
+        return comparison_table(self.compared, form)
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as JSON can hold it, figures from 0 to 1."""
+        return comparison_record(self.compared)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.verdicts, "", self.table(), *self.notes])
+
+
+@dataclass
+class Opening:
+    """How sources are evaluated: all on one data set, which is opened once."""
+
+    world: World
+    data: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # of `open_set`
+    labels: Any = None  # of arrays and files of descriptors, as `distap.evaluate` takes them
+    names: Sequence[str] | None = None
+    figures: tuple[str, ...] = ()
+    best: bool = False
+    trust: bool = False
+    opened: EvaluationSet | None = None
+
+    def evaluation(self, source: Any) -> Evaluation:
+        """Evaluate a run, a checkpoint, an export, or descriptors; or read an evaluation."""
+        if not isinstance(source, str | Path):
+            return self._given("descriptors", source)
+        where = str(source)
+        path = Path(where)
+        if (path / RESULT_FILE).is_file():
+            return read_evaluation(path)
+        if any((path / name).exists() for name in (ABOUT_FILE, EXTRACTION_FILE)):
+            rows = open_descriptors(path)
+            if self.data is None and self.opened is None:
+                stored = rows.stored
+                return self._given(where, stored.descriptors, stored.classes, stored.keys.tolist())
+            return self._described(where, stored_describing(rows, self.world))
+        if path.suffix in PART_SUFFIXES:
+            values = open_parts([path], None)
+            assert values is not None  # it raises without a file
+            if self.labels is not None:
+                return self._given(where, values[:])
+            return self._described(where, self._in_order(where, values[:]))
+        return self._of_network(where)
+
+    def _of_network(self, where: str) -> Evaluation:
+        if is_saved(where):
+            name = where.removeprefix(HUB)
+            device = self.world.device
+            loaded = DescriptorNetwork.from_pretrained(name, device=device, trust=self.trust)
+            return self._described(where, Describing(loaded.describer, self.world, shown=True))
+        recipe, network = trained_network(where, self.world, self.best, trusted=self.trust)
+        describing = describing_of(recipe, network, self.world, shown=True)
+        return self._described(where, describing, recipe.data)
+
+    def evaluation_set(self, where: str, section: Any = None) -> EvaluationSet:
+        """Open the data set, once; without one, the validation set of the first run's recipe.
+
+        Args:
+            section: `data` of a run's recipe.
+        """
+        if self.opened is None:
+            data = self.data
+            settings = self.settings
+            if data is None and isinstance(getattr(section, "validation", None), str):
+                data = section.validation
+                settings = {
+                    "gallery": section.gallery,
+                    "gallery_draws": section.gallery_draws,
+                    **settings,
+                }
+            if data is None:
+                raise DistapError(
+                    "evaluation.no_data",
+                    f"{where}: name one data set to compare on by --data, or the labels of"
+                    " descriptors by --labels",
+                )
+            self.opened = open_set(data, figures=self.figures, **settings)
+        return self.opened
+
+    def _described(self, where: str, describing: Describing, section: Any = None) -> Evaluation:
+        return self.evaluation_set(where, section).describe(describing).evaluate()
+
+    def _in_order(self, where: str, values: Any) -> StoredDescribing:
+        """Take the rows of a file for the images of the data set, in the order of its index."""
+        sets = self.evaluation_set(where).images.sets
+        count = sum(map(len, sets))
+        if len(sets) > 1 or count != len(values):
+            raise DistapError(
+                "descriptors.wrong_shape",
+                f"{where}: {len(values):,} rows, and {count:,} images in {len(sets)} data sets;"
+                " expected a row for each image of one data set, in its order: give labels and"
+                " names of the rows by --labels and --names otherwise",
+            )
+        [images] = sets
+        stored = DescriptorSet(
+            values, images.keys, images.classes, DescribedBy(where, "unknown"), where
+        )
+        return stored_describing(RowFolder(Path(where), where, stored), self.world)
+
+    def _given(
+        self, where: str, values: Any, labels: Any = None, names: Sequence[str] | None = None
+    ) -> Evaluation:
+        """Evaluate descriptors by their labels."""
+        if labels is None:
+            labels = self.labels
+            names = self.names
+        if labels is None:
+            raise DistapError(
+                "comparison.no_labels", f"{where}: give the labels of these descriptors (labels=)"
+            )
+        evaluated, by_query = evaluate_rows(values, labels, names=names, figures=self.figures)
+        queries = int((evaluated.first_positive > 0).sum())
+        return Evaluation(
+            data=where,
+            fingerprint="",
+            images=len(by_query.key),
+            queries=queries,
+            left_out=evaluated.left_out,
+            figures=evaluated.summary(),
+            by_query=by_query,
+        )
+
+
+@checked
+def compare(
+    *sides: Any,
+    data: str | Path | None = None,
+    gallery: str | Path | None = None,
+    gallery_draws: int = 0,
+    truth: str | Path | None = None,
+    labels: Any = None,
+    names: Sequence[str] | None = None,
+    figures: Sequence[str] = (),
+    best: bool = False,
+    trust: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    world: World | None = None,
+) -> Comparison:
+    """Compare networks by query with a baseline, the first: is the difference more than chance?
+
+    Each difference has a 95% interval and a p-value, of a test that takes the queries of a class
+    together; p-values are corrected for the number of figures by Holm. See
+    `distap.evaluation.comparing` for the method.
+
+    Args:
+        sides: two or more. Each is a run, a checkpoint, an export, a folder of `distap eval
+            --output`, a folder of `distap extract`, a file of descriptors (.npy, HDF5), or an array
+            (N, C); or a list of these, which are runs of one training from several seeds.
+        data: data set to compare on, as `distap eval --data` takes it; None takes the validation
+            set of the first run's recipe. Rows of a file of descriptors are in its order.
+        gallery, gallery_draws, truth: of the data set, as in `distap eval`.
+        labels, names: (N,) of arrays and files of descriptors, in place of a data set.
+        figures: names, see `distap.retrieval.figures`; by default those of the data set. The
+            verdict is about the first.
+        best: take a run's best checkpoint instead of its newest.
+        trust: import classes that are not distap's, as `distap.load` does.
+        resamples: random flips of the signs of classes.
+        seed: of these flips.
+        world: ranks that share the work; None is this process alone.
+    Raises:
+        DistapError: there are fewer than two sides, one cannot be read, or they share no query or
+            no figure.
+    """
+    if len(sides) < 2:
+        raise DistapError(
+            "comparison.too_few_sides",
+            f"{len(sides)} of at least 2 networks to compare: the first is the baseline",
+        )
+    if world is None:
+        world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    given = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
+    opening = Opening(
+        world,
+        None if data is None else str(data),
+        {key: value for key, value in given.items() if value},
+        labels,
+        names,
+        tuple(figures),
+        best,
+        trust,
+    )
+    runs_of = [side if isinstance(side, list | tuple) else [side] for side in sides]
+    evaluations = {
+        name: [opening.evaluation(source) for source in runs]
+        for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
+    }
+    baseline, *others = (
+        Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
+        for name, of_runs in evaluations.items()
+    )
+    pairs = tuple(compared(baseline, other, resamples=resamples, seed=seed) for other in others)
+    return Comparison(pairs, evaluations)
+
+
+def _names_of(runs_of: Sequence[Sequence[Any]]) -> list[str]:
+    """Return a name for each side: the last part of its first path, or more where two are alike."""
+    firsts = [runs[0] if runs else "" for runs in runs_of]
+    paths = [
+        str(first).rstrip("/") if isinstance(first, str | Path) else f"descriptors {number}"
+        for number, first in enumerate(firsts, 1)
+    ]
+    names = [path.rpartition("/")[2] for path in paths]
+    if len({*names}) < len(names):
+        names = paths
+    if len({*names}) < len(names):
+        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    return [
+        name if len(runs) == 1 else f"{name} and {len(runs) - 1} more"
+        for name, runs in zip(names, runs_of, strict=True)
+    ]
+
+
+def column(path: Path) -> list[Any]:
+    """Read labels or names of rows: a .npy file, or a line each.
+
+    Raises:
+        DistapError: the file is missing, or holds something else.
+    """
+    if path.suffix != ".npy":
+        return read_text(path).splitlines()
+    with reading(path, "numpy.save"):
+        values: list[Any] = np.load(path, allow_pickle=False).tolist()
+        return values
