@@ -95,8 +95,12 @@ class Trainer:
             owes_evaluation = (
                 self.done > 0 and self._is_evaluation_due() and self.state.score is None
             )
-            if self.done >= steps and not owes_evaluation:
-                logger.info("%s: all %d steps are done already", self.recipe.run, steps)
+            if (self.done >= steps or self.state.ends_early) and not owes_evaluation:
+                logger.info(
+                    "%s: %s",
+                    self.recipe.run,
+                    self._ended_early or f"all {steps} steps are done already",
+                )
                 return FINISHED
             announce(prepared, self.done, self.world.device, self.world.size)
             with self.report.opened(self.done), self.report.endpoint.ready(lambda: stop.requested):
@@ -143,10 +147,13 @@ class Trainer:
             self._count_not_finite(result.skipped)
 
             stopping = self._evaluate_and_save(stop, stopping)
-            if stopping:
+            if stopping or self.state.ends_early:
                 break
         self._finish_checkpoint()
 
+        if self.state.ends_early and not stopping:
+            logger.info("%s: %s", self.recipe.run, self._ended_early)
+            return FINISHED
         if self.done < length.steps or (stopping and self._is_evaluation_due()):
             saved = ", with a checkpoint" if self.done else ""
             logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
@@ -162,7 +169,7 @@ class Trainer:
         steps = self.prepared.length.steps
         nearest = self.state.nearest
         weights = self.state.weights
-        while self.done < steps:
+        while self.done < steps and not self.state.ends_early:
             if weights is not None and self.done and self.done % weights.every == 0:
                 weights.renew(self.done)
             if nearest is not None and self.done % nearest.every == 0:
@@ -181,6 +188,17 @@ class Trainer:
             intervals = [table.every for table in (nearest, weights) if table is not None]
             end = min([(self.done // every + 1) * every for every in intervals] + [steps])
             yield from self.images.shares(range(self.done, end), steps)
+
+    @property
+    def _ended_early(self) -> str:
+        """Return in words why the training ended before its last step, "" if it did not."""
+        if not self.state.ends_early:
+            return ""
+        return (
+            f"ended after step {self.done} of {self.prepared.length.steps}, since"
+            f" {self.recipe.scored_by} has not risen in {self.state.since_best} evaluations"
+            " (evaluation.patience); the best checkpoint stays"
+        )
 
     def _is_evaluation_due(self) -> bool:
         prepared = self.prepared
@@ -310,7 +328,13 @@ class Trainer:
             # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
             is_best = score_of(figures, self.recipe) > self.state.writer.best
-        if is_best or self.prepared.length.is_due(self.recipe.checkpoint, self.done):
+            self.state.since_best = 0 if is_best else self.state.since_best + 1
+            self.report.since_best(self.done, self.state.since_best)
+        if (
+            is_best
+            or self.state.ends_early
+            or self.prepared.length.is_due(self.recipe.checkpoint, self.done)
+        ):
             self._save(figures)
 
     def _save(self, figures: Figures | None = None) -> None:

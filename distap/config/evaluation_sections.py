@@ -88,3 +88,7 @@ class EvaluationSection(DescribingSection):
     does; its figures are those of `merged`."""
     best: BestSection | None = None
     """Figure that chooses the best checkpoint; null takes mAP, see its keys."""
+    patience: PositiveInt | None = None
+    """Stop, with status 0, when this many evaluations in a row have not raised the figure that
+    chooses the best checkpoint, which stays; null trains to the last step. It needs
+    evaluation.every. It may change when a run goes on."""

@@ -89,6 +89,12 @@ class Run:
         return name, value, best
 
     @property
+    def since_best(self) -> int:
+        """Return how many evaluations in a row have not raised that figure, with a patience."""
+        counts = [entry["since_best"] for entry in self.entries if "since_best" in entry]
+        return counts[-1] if counts else 0
+
+    @property
     def sets(self) -> list[list[str]]:
         """Return a table of the last evaluation, without rows if it was of a single set."""
         last = self.validations[-1] if self.validations else {}
