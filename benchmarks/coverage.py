@@ -57,16 +57,16 @@ def simulated(
     """Compare pairs whose difference is DIFFERENCE, and pairs without one."""
     compared: tuple[list[Difference], list[Difference]] = ([], [])
     for number in range(pairs):
-        for known, results in zip((DIFFERENCE, 0.0), compared, strict=True):
-            rng = np.random.default_rng((number, classes, known > 0))
-            pair = simulated_pair(rng, classes, EFFECTS[effects], SIZES[sizes], known, runs)
+        for truth, results in zip((DIFFERENCE, 0.0), compared, strict=True):
+            rng = np.random.default_rng((number, classes, truth > 0))
+            pair = simulated_pair(rng, classes, EFFECTS[effects], SIZES[sizes], truth, runs)
             results += differences(["mAP"], *pair, resamples=resamples, seed=number)
     return compared
 
 
-def covered(results: list[Difference], known: float) -> float:
+def covered(results: list[Difference], truth: float) -> float:
     """Return the share of intervals that hold the known difference."""
-    return float(np.mean([result.low <= known <= result.high for result in results]))
+    return float(np.mean([result.low <= truth <= result.high for result in results]))
 
 
 def distance_to_uniform(p_values: list[float]) -> float:

@@ -95,7 +95,7 @@ class Trainer:
             owes_evaluation = (
                 self.done > 0 and self._is_evaluation_due() and self.state.score is None
             )
-            if (self.done >= steps or self.state.ends_early) and not owes_evaluation:
+            if (self.done >= steps or self.ends_early) and not owes_evaluation:
                 logger.info(
                     "%s: %s",
                     self.recipe.run,
@@ -147,11 +147,11 @@ class Trainer:
             self._count_not_finite(result.skipped)
 
             stopping = self._evaluate_and_save(stop, stopping)
-            if stopping or self.state.ends_early:
+            if stopping or self.ends_early:
                 break
         self._finish_checkpoint()
 
-        if self.state.ends_early and not stopping:
+        if self.ends_early and not stopping:
             logger.info("%s: %s", self.recipe.run, self._ended_early)
             return FINISHED
         if self.done < length.steps or (stopping and self._is_evaluation_due()):
@@ -169,7 +169,7 @@ class Trainer:
         steps = self.prepared.length.steps
         nearest = self.state.nearest
         weights = self.state.weights
-        while self.done < steps and not self.state.ends_early:
+        while self.done < steps and not self.ends_early:
             if weights is not None and self.done and self.done % weights.every == 0:
                 weights.renew(self.done)
             if nearest is not None and self.done % nearest.every == 0:
@@ -190,9 +190,15 @@ class Trainer:
             yield from self.images.shares(range(self.done, end), steps)
 
     @property
+    def ends_early(self) -> bool:
+        """Return whether the best score has not risen for evaluation.patience evaluations."""
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.state.since_best >= patience
+
+    @property
     def _ended_early(self) -> str:
         """Return in words why the training ended before its last step, "" if it did not."""
-        if not self.state.ends_early:
+        if not self.ends_early:
             return ""
         return (
             f"ended after step {self.done} of {self.prepared.length.steps}, since"
@@ -332,7 +338,7 @@ class Trainer:
             self.report.since_best(self.done, self.state.since_best)
         if (
             is_best
-            or self.state.ends_early
+            or self.ends_early
             or self.prepared.length.is_due(self.recipe.checkpoint, self.done)
         ):
             self._save(figures)

@@ -84,23 +84,28 @@ class Opening:
         """Evaluate a run, a checkpoint, an export, or descriptors; or read an evaluation."""
         if not isinstance(source, str | Path):
             return self._given("descriptors", source)
-        where = str(source)
-        path = Path(where)
+        path = Path(source)
         if (path / RESULT_FILE).is_file():
             return read_evaluation(path)
-        if any((path / name).exists() for name in (ABOUT_FILE, EXTRACTION_FILE)):
-            rows = open_descriptors(path)
-            if self.data is None and self.opened is None:
-                stored = rows.stored
-                return self._given(where, stored.descriptors, stored.classes, stored.keys.tolist())
-            return self._described(where, stored_describing(rows, self.world))
+        if (path / ABOUT_FILE).exists() or (path / EXTRACTION_FILE).exists():
+            return self._of_folder(open_descriptors(path))
         if path.suffix in PART_SUFFIXES:
-            values = open_parts([path], None)
-            assert values is not None  # it raises without a file
-            if self.labels is not None:
-                return self._given(where, values[:])
-            return self._described(where, self._in_order(where, values[:]))
-        return self._of_network(where)
+            return self._of_file(path)
+        return self._of_network(str(source))
+
+    def _of_folder(self, rows: RowFolder) -> Evaluation:
+        if self.data is None and self.opened is None:
+            stored = rows.stored
+            keys = stored.keys.tolist()
+            return self._given(rows.where, stored.descriptors, stored.classes, keys)
+        return self._described(rows.where, stored_describing(rows, self.world))
+
+    def _of_file(self, path: Path) -> Evaluation:
+        values = open_parts([path], None)
+        assert values is not None  # it raises without a file
+        if self.labels is not None:
+            return self._given(str(path), values[:])
+        return self._described(str(path), self._in_order(str(path), values[:]))
 
     def _of_network(self, where: str) -> Evaluation:
         if is_saved(where):
@@ -118,23 +123,19 @@ class Opening:
         Args:
             section: `data` of a run's recipe.
         """
-        if self.opened is None:
-            data = self.data
-            settings = self.settings
-            if data is None and isinstance(getattr(section, "validation", None), str):
-                data = section.validation
-                settings = {
-                    "gallery": section.gallery,
-                    "gallery_draws": section.gallery_draws,
-                    **settings,
-                }
-            if data is None:
-                raise DistapError(
-                    "evaluation.no_data",
-                    f"{where}: name one data set to compare on by --data, or the labels of"
-                    " descriptors by --labels",
-                )
-            self.opened = open_set(data, figures=self.figures, **settings)
+        if self.opened is not None:
+            return self.opened
+        if self.data is None and isinstance(getattr(section, "validation", None), str):
+            self.data = section.validation
+            self.settings.setdefault("gallery", section.gallery)
+            self.settings.setdefault("gallery_draws", section.gallery_draws)
+        if self.data is None:
+            raise DistapError(
+                "evaluation.no_data",
+                f"{where}: name one data set to compare on by --data, or the labels of"
+                " descriptors by --labels",
+            )
+        self.opened = open_set(self.data, figures=self.figures, **self.settings)
         return self.opened
 
     def _described(self, where: str, describing: Describing, section: Any = None) -> Evaluation:
@@ -169,13 +170,11 @@ class Opening:
                 "comparison.no_labels", f"{where}: give the labels of these descriptors (labels=)"
             )
         evaluated, by_query = evaluate_rows(values, labels, names=names, figures=self.figures)
-        queries = int((evaluated.first_positive > 0).sum())
         return Evaluation(
             data=where,
             fingerprint="",
             images=len(by_query.key),
-            queries=queries,
-            left_out=evaluated.left_out,
+            queries=int((by_query.positives > 0).sum()),
             figures=evaluated.summary(),
             by_query=by_query,
         )
@@ -222,18 +221,19 @@ def compare(
         DistapError: there are fewer than two sides, one cannot be read, or they share no query or
             no figure.
     """
-    if len(sides) < 2:
+    if len(sides) < 2 or any(isinstance(side, list) and not side for side in sides):
         raise DistapError(
             "comparison.too_few_sides",
-            f"{len(sides)} of at least 2 networks to compare: the first is the baseline",
+            f"{len(sides)} of at least 2 networks to compare, of one run or more each: the first"
+            " is the baseline",
         )
     if world is None:
         world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    given = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
+    options = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
     opening = Opening(
         world,
         None if data is None else str(data),
-        {key: value for key, value in given.items() if value},
+        {key: value for key, value in options.items() if value},
         labels,
         names,
         tuple(figures),
@@ -245,24 +245,23 @@ def compare(
         name: [opening.evaluation(source) for source in runs]
         for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
     }
-    baseline, *others = (
+    named = [
         Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
         for name, of_runs in evaluations.items()
-    )
-    pairs = tuple(compared(baseline, other, resamples=resamples, seed=seed) for other in others)
+    ]
+    pairs = tuple(compared(named[0], side, resamples=resamples, seed=seed) for side in named[1:])
     return Comparison(pairs, evaluations)
 
 
 def _names_of(runs_of: Sequence[Sequence[Any]]) -> list[str]:
     """Return a name for each side: the last part of its first path, or more where two are alike."""
-    firsts = [runs[0] if runs else "" for runs in runs_of]
     paths = [
-        str(first).rstrip("/") if isinstance(first, str | Path) else f"descriptors {number}"
-        for number, first in enumerate(firsts, 1)
+        Path(runs[0]) if isinstance(runs[0], str | Path) else Path("descriptors")
+        for runs in runs_of
     ]
-    names = [path.rpartition("/")[2] for path in paths]
+    names = [path.name for path in paths]
     if len({*names}) < len(names):
-        names = paths
+        names = [str(path) for path in paths]
     if len({*names}) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
     return [

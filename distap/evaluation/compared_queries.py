@@ -3,12 +3,12 @@
 A side is a network, or the runs of a training from several seeds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
@@ -29,9 +29,9 @@ class Side:
 
     def shared(self, column: str) -> list[str]:
         """Return the names that all runs have, of their queries (`key`) or of figures."""
-        first, *others = [getattr(values, column).tolist() for values in self.runs]
-        common = {*first}.intersection(*others)
-        return [name for name in first if name in common]
+        columns = [getattr(values, column).tolist() for values in self.runs]
+        common = {*columns[0]}.intersection(*columns)
+        return [name for name in columns[0] if name in common]
 
     def of(
         self, keys: Sequence[str], figures: Sequence[str]
@@ -112,46 +112,64 @@ def compared(baseline: Side, other: Side, *, resamples: int = RESAMPLES, seed: i
     test = partial(differences, resamples=resamples, seed=seed)
     overall = test(figures, before, after, _numbers(class_name))
 
-    # Breakdowns are of the first figure alone, whose p-values are corrected over the parts.
     is_answered = ~np.isnan(before[:, :, 0]).any(0) & ~np.isnan(after[:, :, 0]).any(0)
-    breakdowns = dict[str, dict[str, Difference]]()
-    for kind, names in ((DOMAIN, first.part[rows]), (RIGHT_IMAGES, _sizes(positives))):
-        results = dict[str, Difference]()
-        for name in dict.fromkeys(names[np.argsort(positives, kind="stable")].tolist()):
-            is_chosen = is_answered & (names == name)
-            if name and is_chosen.any():
-                columns = before[:, is_chosen, :1], after[:, is_chosen, :1]
-                [results[name]] = test(figures[:1], *columns, _numbers(class_name[is_chosen]))
-        if len(results) > 1:
-            breakdowns[kind] = dict(zip(results, corrected([*results.values()]), strict=True))
-
+    kinds = {DOMAIN: first.part[rows], RIGHT_IMAGES: _sizes(positives)}
+    breakdowns = {
+        kind: _broken_down(
+            lambda chosen: test(
+                figures[:1],
+                before[:, chosen, :1],
+                after[:, chosen, :1],
+                _numbers(class_name[chosen]),
+            ),
+            np.where(is_answered, names, ""),
+            positives,
+        )
+        for kind, names in kinds.items()
+    }
     changed = np.array(keys)[positives != other.runs[0].positives[other_rows]].tolist()
-    if changed:
-        notes.append(
-            f"{len(changed):,} queries have other numbers of right images in {other.name}"
-            f"{_examples(changed)}: the galleries differ, which is part of the difference"
-        )
-    if overall[0].classes < FEW_CLASSES:
-        notes.append(
-            f"there are {overall[0].classes} classes: with fewer than {FEW_CLASSES}, intervals and"
-            " p-values are doubtful"
-        )
-    if len(before) == len(after) == 1:
-        notes.append(
-            "one run a side: the interval is about these two networks, and does not tell how much"
-            " another seed would change"
-        )
+    notes += _limits(sides, changed, overall[0].classes)
     return Compared(
         baseline,
         other,
         overall,
-        breakdowns,
+        {kind: results for kind, results in breakdowns.items() if len(results) > 1},
         notes,
         key=np.array(keys)[is_answered],
         class_name=class_name[is_answered],
         before=before[:, is_answered, 0].mean(0),
         after=after[:, is_answered, 0].mean(0),
     )
+
+
+def _broken_down(
+    test: Callable[[Bool[np.ndarray, " Q"]], list[Difference]],
+    names: NDArray[np.str_],
+    positives: Int64[np.ndarray, " Q"],
+) -> dict[str, Difference]:
+    """Test the queries of each name apart, and correct the p-values for all of them."""
+    ordered = dict.fromkeys(names[np.argsort(positives, kind="stable")].tolist())
+    results = {name: test(names == name)[0] for name in ordered if name}
+    return dict(zip(results, corrected([*results.values()]), strict=True))
+
+
+def _limits(sides: Sequence[Side], changed: list[str], classes: int) -> Iterator[str]:
+    """Yield what limits the result. `changed` are queries whose right images differ."""
+    if changed:
+        yield (
+            f"{len(changed):,} queries have other numbers of right images in {sides[1].name}"
+            f"{_examples(changed)}: the galleries differ, which is part of the difference"
+        )
+    if classes < FEW_CLASSES:
+        yield (
+            f"there are {classes} classes: with fewer than {FEW_CLASSES}, intervals and p-values"
+            " are doubtful"
+        )
+    if all(len(side.runs) == 1 for side in sides):
+        yield (
+            "one run a side: the interval is about these two networks, and does not tell how much"
+            " another seed would change"
+        )
 
 
 def _shared(sides: Sequence[Side], column: str, noun: str) -> list[str]:

@@ -22,8 +22,8 @@ def comparison_rows(pair: Compared) -> Iterator[Row]:
     """Yield the differences of all queries, then those of each part of a breakdown."""
     for result in pair.overall:
         yield "", "", result
-    for kind, parts in pair.breakdowns.items():
-        for name, result in parts.items():
+    for kind, results in pair.breakdowns.items():
+        for name, result in results.items():
             yield kind, name, result
 
 

@@ -56,21 +56,21 @@ def values_by_query(results: Draws, keys: Sequence[str], classes: Sequence[str])
     totals = np.zeros(shape)
     draws = np.zeros(shape)
     positives = np.zeros(len(keys), np.int64)
-    parts = np.full(len(keys), "", object)
+    domains = np.full(len(keys), "", object)
     for rows, evaluated in results:
         values = torch.stack([*evaluated.values.values()], dim=1).cpu().numpy()
         totals[rows] += np.nan_to_num(values)
         draws[rows] += ~np.isnan(values)
         positives[rows] = evaluated.positives.cpu().numpy()
-        for part, is_in_part in evaluated.in_part.items():
-            if part:
-                parts[rows] = np.where(is_in_part.cpu().numpy(), part, parts[rows])
+        for domain, is_in_domain in evaluated.in_part.items():
+            if domain:
+                domains[rows] = np.where(is_in_domain.cpu().numpy(), domain, domains[rows])
     with np.errstate(invalid="ignore"):
         values = totals / draws
     return QueryValues(
         np.array(keys, np.str_),
         np.array(classes, np.str_),
-        parts.astype(np.str_),
+        domains.astype(np.str_),
         positives,
         np.array([*first.values], np.str_),
         values,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +149,20 @@ def _with_sheets(page: ComparedPage) -> ComparedPage:
     """Add pictures of the queries that changed most, with their neighbours in both networks."""
     pair = page.pair
     both = [page.evaluations[side.name][0] for side in (pair.baseline, pair.other)]
+    if not both[0].fingerprint or both[0].fingerprint != both[1].fingerprint:
+        return replace(page, problem="the sides are not networks on the same images")
     try:
-        if not both[0].fingerprint or both[0].fingerprint != both[1].fingerprint:
-            return ComparedPage(pair, page.evaluations, problem="both are not of the same images")
         hits = [evaluation.retrieved() for evaluation in both]
         if hits[0] is None or hits[1] is None:
-            return ComparedPage(
-                pair, page.evaluations, problem="neighbours are not kept by this protocol"
-            )
+            return replace(page, problem="neighbours are not kept by this protocol")
         retrieved = {pair.baseline.name: hits[0], pair.other.name: hits[1]}
         sample_of = dict(zip(hits[0].key.tolist(), hits[0].sample.tolist(), strict=True))
         thumbnail = thumbnails(both[0])
         sheets = Sheets()
         for title, sign in (("gained", 1), ("lost", -1)):
             samples = [sample_of[pair.key[row]] for row in page.changed_queries(sign)]
-            if samples:
-                why = f"The queries whose {pair.overall[0].figure} {title} most. {FRAMES}"
-                sheets[title] = (why, examples_of(retrieved, samples, thumbnail))
+            why = f"The queries whose {pair.overall[0].figure} {title} most. {FRAMES}"
+            sheets[title] = (why, examples_of(retrieved, samples, thumbnail))
     except DistapError as error:
-        return ComparedPage(pair, page.evaluations, problem=str(error))
-    return ComparedPage(pair, page.evaluations, sheets)
+        return replace(page, problem=str(error))
+    return replace(page, sheets=sheets)

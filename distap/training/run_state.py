@@ -175,12 +175,6 @@ class RunState:
             self.writer.best = float("-inf") if score is None else score
         return checkpoint.step
 
-    @property
-    def ends_early(self) -> bool:
-        """Return whether the best score has not risen for evaluation.patience evaluations."""
-        patience = self.recipe.evaluation.patience
-        return patience is not None and self.since_best >= patience
-
     def save(self, step: int, figures: Figures | None = None) -> None:
         """Start to write a checkpoint, once the one before is written.
 

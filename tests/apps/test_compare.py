@@ -96,7 +96,11 @@ def test_queries_are_broken_down_by_domain(tmp_path):
     queries = [
         {
             "name": key,
-            "positives": [other for other in KEYS[name == CLASSES].tolist() if other != key],
+            "positives": [
+                key_of_class
+                for key_of_class in KEYS[name == CLASSES].tolist()
+                if key_of_class != key
+            ],
             "part": "even" if int(name[6:]) % 2 == 0 else "odd",
         }
         for key, name in zip(KEYS.tolist(), CLASSES.tolist(), strict=True)
@@ -139,9 +143,9 @@ def test_queries_that_one_side_lacks_are_named(tmp_path):
 
 def test_queries_whose_galleries_differ_are_named(tmp_path):
     """Without two images of a class, the others have fewer right images."""
-    kept = np.flatnonzero(KEYS[-1] != KEYS)
+    rows = np.flatnonzero(KEYS[-1] != KEYS)
     first = folder(tmp_path / "a", described(1.4))
-    second = folder(tmp_path / "b", described(0.7)[kept], KEYS[kept], CLASSES[kept])
+    second = folder(tmp_path / "b", described(0.7)[rows], KEYS[rows], CLASSES[rows])
     assert any("galleries differ" in note for note in compare(first, second).notes)
 
 
@@ -171,13 +175,13 @@ def test_saved_evaluations_are_compared_without_networks(tmp_path, better):
 
 def test_figures_that_one_run_lacks_are_named(tmp_path, better):
     first, second = save(better, tmp_path)
-    few = read_evaluation(second)
-    values = few.query_values()
+    reduced = read_evaluation(second)
+    values = reduced.query_values()
     chosen = np.isin(values.figure, ["mAP", "R@1"])
-    few.by_query = type(values)(
+    reduced.by_query = type(values)(
         **{**vars(values), "figure": values.figure[chosen], "values": values.values[:, chosen]}
     )
-    few.save(second)
+    reduced.save(second)
     comparison = compare(first, second)
     assert [result.figure for result in comparison.compared[0].overall] == ["mAP", "R@1"]
     assert any("6 of the 8 figures" in note and "mAP@R" in note for note in comparison.notes)
