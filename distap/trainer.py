@@ -73,6 +73,7 @@ class Trainer:
         self.learner = prepared.step.learner
         self.state = prepared.state
         self.done = 0  # steps that have led to the present parameters
+        self.ends_early = False  # since the best score has stopped rising
         self._saved = 0  # steps that have led to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 
@@ -85,6 +86,7 @@ class Trainer:
         steps = prepared.length.steps
         with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
             self.done = self._saved = self.state.resume()
+            self.ends_early = self._has_no_patience()
             if prepared.is_begun and self.done == 0:
                 raise DistapError(
                     "checkpoint.removed",
@@ -117,6 +119,8 @@ class Trainer:
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
+        if self._has_no_patience():  # by the evaluation that was owed
+            return self._end_early()
         first = self.done
         stopping = False
         tracing = False
@@ -152,8 +156,7 @@ class Trainer:
         self._finish_checkpoint()
 
         if self.ends_early and not stopping:
-            logger.info("%s: %s", self.recipe.run, self._ended_early)
-            return FINISHED
+            return self._end_early()
         if self.done < length.steps or (stopping and self._is_evaluation_due()):
             saved = ", with a checkpoint" if self.done else ""
             logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
@@ -169,7 +172,7 @@ class Trainer:
         steps = self.prepared.length.steps
         nearest = self.state.nearest
         weights = self.state.weights
-        while self.done < steps and not self.ends_early:
+        while self.done < steps:
             if weights is not None and self.done and self.done % weights.every == 0:
                 weights.renew(self.done)
             if nearest is not None and self.done % nearest.every == 0:
@@ -189,8 +192,12 @@ class Trainer:
             end = min([(self.done // every + 1) * every for every in intervals] + [steps])
             yield from self.images.shares(range(self.done, end), steps)
 
-    @property
-    def ends_early(self) -> bool:
+    def _end_early(self) -> int:
+        self._finish_checkpoint()
+        logger.info("%s: %s", self.recipe.run, self._ended_early)
+        return FINISHED
+
+    def _has_no_patience(self) -> bool:
         """Return whether the best score has not risen for evaluation.patience evaluations."""
         patience = self.recipe.evaluation.patience
         return patience is not None and self.state.since_best >= patience
@@ -334,7 +341,9 @@ class Trainer:
             # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
             is_best = score_of(figures, self.recipe) > self.state.writer.best
+            # Counted before the checkpoint, which must know it to go on exactly.
             self.state.since_best = 0 if is_best else self.state.since_best + 1
+            self.ends_early = self._has_no_patience()
             self.report.since_best(self.done, self.state.since_best)
         if (
             is_best

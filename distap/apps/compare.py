@@ -94,6 +94,8 @@ class Opening:
         return self._of_network(str(source))
 
     def _of_folder(self, rows: RowFolder) -> Evaluation:
+        # Without a data set the folder itself says which images are of a class. Images that one
+        # folder lacks are then missing in its gallery too, which the comparison tells.
         if self.data is None and self.opened is None:
             stored = rows.stored
             keys = stored.keys.tolist()
@@ -123,6 +125,8 @@ class Opening:
         Args:
             section: `data` of a run's recipe.
         """
+        # All sides are evaluated on the set that the first one opened, so that queries, gallery and
+        # truth are the same.
         if self.opened is not None:
             return self.opened
         if self.data is None and isinstance(getattr(section, "validation", None), str):
@@ -221,12 +225,7 @@ def compare(
         DistapError: there are fewer than two sides, one cannot be read, or they share no query or
             no figure.
     """
-    if len(sides) < 2 or any(isinstance(side, list) and not side for side in sides):
-        raise DistapError(
-            "comparison.too_few_sides",
-            f"{len(sides)} of at least 2 networks to compare, of one run or more each: the first"
-            " is the baseline",
-        )
+    runs_of = _runs_of(sides)
     if world is None:
         world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
@@ -240,17 +239,31 @@ def compare(
         best,
         trust,
     )
-    runs_of = [side if isinstance(side, list | tuple) else [side] for side in sides]
     evaluations = {
         name: [opening.evaluation(source) for source in runs]
         for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
     }
+    # A side of several runs is one training from several seeds: they share a name.
     named = [
         Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
         for name, of_runs in evaluations.items()
     ]
     pairs = tuple(compared(named[0], side, resamples=resamples, seed=seed) for side in named[1:])
     return Comparison(pairs, evaluations)
+
+
+def _runs_of(sides: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the runs of each side; raise a DistapError without two sides, or for an empty one."""
+    runs_of: list[Sequence[Any]] = [
+        side if isinstance(side, list | tuple) else [side] for side in sides
+    ]
+    if len(runs_of) < 2 or not all(runs_of):
+        raise DistapError(
+            "comparison.too_few_sides",
+            f"{len(sides)} of at least 2 networks to compare, of one run or more each: the first"
+            " is the baseline",
+        )
+    return runs_of
 
 
 def _names_of(runs_of: Sequence[Sequence[Any]]) -> list[str]:

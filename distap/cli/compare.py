@@ -20,20 +20,20 @@ SIDES = (
     " --output` or `distap extract`, or .npy files of descriptors. Runs from several seeds stand"
     " together, between colons: A1 A2 : B1 B2."
 )
-DATA = "Data set to compare on: shards, or a folder that `distap data convert` wrote."
-LABELS = (
+COMPARED_ON = "Data set to compare on: shards, or a folder that `distap data convert` wrote."
+ROW_LABELS = (
     "Labels of the rows of .npy files, in place of a data set: a .npy file, or a text file of a"
     " label a line."
 )
-NAMES = "Names of these rows, by which queries are joined: a .npy file or a line each."
+ROW_NAMES = "Names of these rows, by which queries are joined: a .npy file or a line each."
 TABLE = "Print the figures as a table for a paper: latex, markdown or csv."
-PAGE = "Page to write: figures, a scatter of the queries, and those that changed most."
+COMPARISON_PAGE = "Page to write: figures, a scatter of the queries, and those that changed most."
 
 
 def compare_command(
     sides: Annotated[list[str], typer.Argument(help=SIDES, metavar="RUN...", show_default=False)],
     data: Annotated[
-        str | None, data_option(help=DATA, show_default="the first run's validation set")
+        str | None, data_option(help=COMPARED_ON, show_default="the first run's validation set")
     ] = None,
     gallery: Annotated[
         str | None, data_option(help="Shards to search in.", show_default="its other images")
@@ -44,8 +44,8 @@ def compare_command(
     truth: Annotated[
         Path | None, data_option(help="JSON file that says for each query what is right.")
     ] = None,
-    labels: Annotated[Path | None, data_option(help=LABELS)] = None,
-    names: Annotated[Path | None, data_option(help=NAMES)] = None,
+    labels: Annotated[Path | None, data_option(help=ROW_LABELS)] = None,
+    names: Annotated[Path | None, data_option(help=ROW_NAMES)] = None,
     figures: Annotated[
         str,
         data_option(help="Figures, such as mAP,R@1; the first is judged.", show_default="its own"),
@@ -59,7 +59,7 @@ def compare_command(
     table: Annotated[
         str | None, typer.Option(help=TABLE, metavar="latex|markdown|csv", show_default=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help=COMPARISON_PAGE, show_default=False)] = None,
     as_json: JSON = False,
 ) -> None:
     """Tell whether networks retrieve better than a baseline, by query, with the doubt about it.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.sections import PrecisionName, Section, SizingText, Unit
 
@@ -92,3 +92,9 @@ class EvaluationSection(DescribingSection):
     """Stop, with status 0, when this many evaluations in a row have not raised the figure that
     chooses the best checkpoint, which stays; null trains to the last step. It needs
     evaluation.every. It may change when a run goes on."""
+
+    @model_validator(mode="after")
+    def _patience_counts_evaluations(self) -> "EvaluationSection":
+        if self.patience and not self.every:
+            raise ValueError("patience counts evaluations during training: set evaluation.every")
+        return self

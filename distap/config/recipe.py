@@ -313,10 +313,6 @@ class Recipe(NetworkRecipe):
                 " leave it out, or model.adapter"
             )
         self._refuse_names()
-        if self.evaluation.patience and not self.evaluation.every:
-            raise ValueError(
-                "evaluation.patience counts evaluations during training: set evaluation.every"
-            )
         for key in ("every", "also", "merged", "best"):
             if getattr(self.evaluation, key) and self.data.validation is None:
                 raise ValueError(f"evaluation.{key} is set, but data.validation names no data set")

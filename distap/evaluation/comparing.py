@@ -78,6 +78,7 @@ def differences(
             f"{resamples} resamples: at least {1 / LEVEL:.0f} are needed for an interval of 95%,"
             f" and {RESAMPLES:,} for one that is the same again",
         )
+    # A query must have a value in all runs: otherwise means would be over different queries.
     counts = ~(np.isnan(baseline).any(0) | np.isnan(other).any(0))  # (Q, F)
     empty = [name for name, total in zip(figures, counts.sum(0), strict=True) if not total]
     if empty:
@@ -90,6 +91,8 @@ def differences(
     means = [side.sum(1) / queries for side in sides]  # of each run
     error, freedom = _error_of_runs(*means)
 
+    # From here on a class is one number a figure: the sum of its differences. How many queries it
+    # has counts too, since the mean is over queries, and large classes weigh more.
     numbers, of_query = np.unique(classes, return_inverse=True)
     totals = np.zeros((len(numbers), len(figures)))
     np.add.at(totals, of_query, sides[1].mean(0) - sides[0].mean(0))
@@ -111,6 +114,8 @@ def differences(
     is_free = np.isnan(below) | np.isnan(above)  # no class was flipped, or all: any d fits
     lows = np.sort(np.where(is_free, -np.inf, np.minimum(below, above)), axis=0)
     highs = np.sort(np.where(is_free, np.inf, np.maximum(below, above)), axis=0)
+    # The draws vote on each d: an end of the interval is where one more in 20 of them would speak
+    # against it.
     rejected = int(LEVEL * len(flipped))
     # Sums of the same numbers in another order may differ in their last bits.
     reached = np.abs(flipped_totals) >= np.abs(total) - 1e-12 * np.abs(totals).sum(0)

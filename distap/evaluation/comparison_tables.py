@@ -12,7 +12,7 @@ from distap.errors import DistapError
 from distap.evaluation.compared_queries import Compared, points, shown_interval, shown_p
 from distap.evaluation.comparing import Difference
 
-FORMS = ("latex", "markdown", "csv")
+TABLE_FORMS = ("latex", "markdown", "csv")
 LATEX_SIGNS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 # A row of a table: kind of breakdown and its part, both "" for all queries, and a difference.
 Row = tuple[str, str, Difference]
@@ -28,9 +28,9 @@ def comparison_rows(pair: Compared) -> Iterator[Row]:
 
 
 def require_form(form: str) -> None:
-    if form not in FORMS:
+    if form not in TABLE_FORMS:
         raise DistapError(
-            "comparison.unknown_table", f"table {form!r}: expected {', '.join(FORMS)}"
+            "comparison.unknown_table", f"table {form!r}: expected {', '.join(TABLE_FORMS)}"
         )
 
 
@@ -78,6 +78,7 @@ def _latex(pair: Compared) -> str:
     rows = []
     for cells in shown_rows(pair):
         difference = cells[3].removesuffix("*")
+        # What holds is bold, as papers print it, in place of the star.
         cells[3] = rf"\textbf{{{difference}}}" if cells[3].endswith("*") else difference
         rows.append([_escaped(cells[0]), *cells[1:6]])
     lines = [[_escaped(name) for name in names], *rows]

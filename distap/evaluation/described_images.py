@@ -142,6 +142,7 @@ class StoredDescribing(Describing):
 def stored_describing(rows: RowFolder, world: World) -> StoredDescribing:
     """Return how an evaluation reads descriptors that are stored."""
     stored = rows.stored
+    # An evaluation asks its describer for no more than these: nothing is described.
     describer = StoredDescriber(stored.described_by, stored.descriptors.shape[1])
     return StoredDescribing(cast(ImageDescriber, describer), world, rows=rows)
 

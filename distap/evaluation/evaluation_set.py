@@ -25,8 +25,8 @@ from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, Jo
 from distap.evaluation.query_values import (
     Draws,
     QueryValues,
-    drawn_rows,
     right_image_classes,
+    rows_of_draws,
     values_by_query,
 )
 from distap.evaluation.row_folder import RowFolder
@@ -298,7 +298,7 @@ class DescribedSet:
         """Return rows of queries and result of each draw, and the figures over all draws."""
         results = [
             (queries, self._evaluated(queries, gallery, refinement))
-            for queries, gallery in drawn_rows(self.classes, self.evaluation_set.draws)
+            for queries, gallery in rows_of_draws(self.classes, self.evaluation_set.draws)
         ]
         summaries = [evaluated.summary() for _, evaluated in results]
         figures = {

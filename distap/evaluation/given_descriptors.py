@@ -112,12 +112,7 @@ def evaluate_rows(
     is_query = None if queries is None else _query_mask(queries, len(rows))
     if labels is not None:
         asked, gallery, right = _labelled(rows, labels, is_query, cameras, domains)
-        if names is not None and len(names) != len(rows):
-            raise _wrong_names(len(names), len(rows))
-        shown = np.flatnonzero(np.ones(len(rows), bool) if is_query is None else is_query)
-        keys = [str(row if names is None else names[row]) for row in shown.tolist()]
-        fine = _array(labels).reshape(len(rows), -1)[shown, 0]
-        classes = [class_name(label) for label in fine.tolist()]
+        keys, classes = _query_names(labels, is_query, names, len(rows))
         figures = figures or LABELLED_FIGURES
     elif cameras is not None or domains is not None:
         raise DistapError(
@@ -142,6 +137,25 @@ def evaluate_rows(
         ties=ties,
     )
     return evaluated, values_by_query([(slice(None), evaluated)], keys, classes)
+
+
+def _query_names(
+    labels: ArrayLike | Tensor,
+    is_query: NDArray[np.bool_] | None,
+    names: Sequence[str] | None,
+    count: int,
+) -> tuple[list[str], list[str]]:
+    """Return names and classes of the queries, by which they are compared.
+
+    Without names, an image is called by the number of its row.
+    """
+    if names is not None and len(names) != count:
+        raise _wrong_names(len(names), count)
+    shown = np.flatnonzero(np.ones(count, bool) if is_query is None else is_query)
+    keys = [str(row if names is None else names[row]) for row in shown.tolist()]
+    # Of several levels the finest says which queries are alike.
+    finest = _array(labels).reshape(count, -1)[shown, 0]
+    return keys, [class_name(label) for label in finest.tolist()]
 
 
 def _wrong_names(names: int, descriptors: int) -> DistapError:

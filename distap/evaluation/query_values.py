@@ -30,7 +30,7 @@ class QueryValues:
     values: NDArray[np.float64]  # (Q, F) from 0 to 1, NaN without a right image
 
 
-def drawn_rows(classes: NDArray[np.str_], draws: int) -> Iterator[tuple[Any, Any]]:
+def rows_of_draws(classes: NDArray[np.str_], draws: int) -> Iterator[tuple[Any, Any]]:
     """Yield the rows of queries and of the gallery in each draw, or once, all of them.
 
     Args:
@@ -65,6 +65,7 @@ def values_by_query(results: Draws, keys: Sequence[str], classes: Sequence[str])
         for domain, is_in_domain in evaluated.in_part.items():
             if domain:
                 domains[rows] = np.where(is_in_domain.cpu().numpy(), domain, domains[rows])
+    # A query without a right image, or one that no draw asked, is 0 of 0, and has no figure.
     with np.errstate(invalid="ignore"):
         values = totals / draws
     return QueryValues(

@@ -19,7 +19,7 @@ from distap.pages.page import write_page
 from distap.pages.report import FRAMES, Sheets, examples_of, thumbnails
 from distap.randomness import permutation
 
-CHANGED = 6  # queries, and classes, on each side that are shown
+MOST_CHANGED = 6  # queries, and classes, on each side that are shown
 MOST_DOTS = 3000  # of the scatter
 NAMES_END = 170  # where the bars of intervals begin
 ROW_HEIGHT = 30
@@ -89,7 +89,7 @@ class ComparedPage:
     def changed_queries(self, sign: int) -> list[int]:
         """Return the rows of the queries that gained most, or lost most."""
         change = sign * self.change
-        order = np.argsort(-change, kind="stable")[:CHANGED]
+        order = np.argsort(-change, kind="stable")[:MOST_CHANGED]
         rows: list[int] = order[change[order] > 0].tolist()
         return rows
 
@@ -112,7 +112,9 @@ class ComparedPage:
         change = np.bincount(places, self.change) / sizes
         before = np.bincount(places, self.pair.before) / sizes
         order = np.argsort(-change, kind="stable")
-        chosen = list(dict.fromkeys([*order[:CHANGED].tolist(), *order[-CHANGED:].tolist()]))
+        chosen = list(
+            dict.fromkeys([*order[:MOST_CHANGED].tolist(), *order[-MOST_CHANGED:].tolist()])
+        )
         return [
             [
                 str(names[row]),
@@ -148,6 +150,7 @@ def write_comparison(
 def _with_sheets(page: ComparedPage) -> ComparedPage:
     """Add pictures of the queries that changed most, with their neighbours in both networks."""
     pair = page.pair
+    # Several runs have several lists of neighbours; those of the first stand for them.
     both = [page.evaluations[side.name][0] for side in (pair.baseline, pair.other)]
     if not both[0].fingerprint or both[0].fingerprint != both[1].fingerprint:
         return replace(page, problem="the sides are not networks on the same images")
