@@ -212,8 +212,11 @@ def compare(
             (N, C); or a list of these, which are runs of one training from several seeds.
         data: data set to compare on, as `distap eval --data` takes it; None takes the validation
             set of the first run's recipe. Rows of a file of descriptors are in its order.
-        gallery, gallery_draws, truth: of the data set, as in `distap eval`.
-        labels, names: (N,) of arrays and files of descriptors, in place of a data set.
+        gallery: shards to search in, as in `distap eval`.
+        gallery_draws: times that a gallery is drawn, as in `distap eval`.
+        truth: file that says for each query what is right.
+        labels: (N,) of arrays and files of descriptors, in place of a data set.
+        names: (N,) of the same rows, by which queries are joined; None takes row numbers.
         figures: names, see `distap.retrieval.figures`; by default those of the data set. The
             verdict is about the first.
         best: take a run's best checkpoint instead of its newest.
