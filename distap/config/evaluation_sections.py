@@ -96,5 +96,7 @@ class EvaluationSection(DescribingSection):
     @model_validator(mode="after")
     def _patience_counts_evaluations(self) -> "EvaluationSection":
         if self.patience and not self.every:
-            raise ValueError("patience counts evaluations during training: set evaluation.every")
+            raise ValueError(
+                "evaluation.patience counts evaluations during training: set evaluation.every"
+            )
         return self
