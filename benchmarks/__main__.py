@@ -29,6 +29,7 @@ BENCHMARKS = {
     "serve": "benchmarks.serve:serve_command",
     "trace": "benchmarks.trace:TraceBenchmark",
     "plan": "benchmarks.plan.command:plan_command",
+    "coverage": "benchmarks.coverage:coverage_command",
     "study": "benchmarks.study.command:study_command",
     "fetch": "benchmarks.fetch.command:fetch_command",
 }

@@ -32,6 +32,7 @@ from benchmarks.photos import pack
 from benchmarks.study.results import Interval, interval
 from distap import __version__
 from distap.apps.advice import DEFAULT_BACKBONE, gpus_here, recipe_for
+from distap.apps.compare import compare
 from distap.apps.looking import look
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
@@ -40,7 +41,9 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError, suggestion
+from distap.evaluation.compared_queries import shown_interval
 from distap.evaluation.describing import describing_of
+from distap.evaluation.saved import QUERIES_FILE, Evaluation
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -91,10 +94,12 @@ FIGURES = ("mAP", "mAP@R", "R@1")
 JUDGED = "mAP"
 SHOWN = "set={set}|contender={contender}|rate={rate:.0e}|updates={updates}|"
 SHOWN += "mAP={mAP}|mAP@R={mAP@R}|R@1={R@1}|"
-SHOWN += "mAP, less the best loop's, or without loops init's={less}|processor s={spent}"
+SHOWN += "mAP, less the best loop's, or without loops init's={less}|"
+SHOWN += "shown by queries (95% interval)={by_query}|processor s={spent}"
 CAPTION = (
     "Percent on unseen classes, mean over seeds ± half of its 95% interval; differences seed by"
-    " seed. All begin with "
+    " seed. Shown by queries: by `distap compare`, which pairs queries, takes those of a class"
+    " together, and counts the variation of seeds. All begin with "
 )
 CAPTION += "the same network, and see images of the same last size by the same augmentation."
 Line = dict[str, Any]  # of the output: what was trained, and what it reached
@@ -238,7 +243,8 @@ class GainBenchmark(harness.Benchmark):
         done = next((line for line in lines if job.items() <= line.items()), None)
         if done is not None:
             return done
-        lines.append({**job, **judge(rate, seed, held_out), "made": harness.machine()})
+        queries = None if held_out else kept_queries(self.output, job)
+        lines.append({**job, **judge(rate, seed, held_out, queries), "made": harness.machine()})
         append_line(self.output, lines[-1])
         return lines[-1]
 
@@ -268,6 +274,9 @@ class GainBenchmark(harness.Benchmark):
                 "contender": contender,
                 "rate": contender_lines[0]["rate"],
                 "less": less,
+                "by_query": ""
+                if less is None
+                else shown_by_query(self.output, (lines_of[best_loop], contender_lines)),
             }
             row |= {figure: mean_of(contender_lines, figure) for figure in FIGURES}
             yield row | {
@@ -297,8 +306,8 @@ class Judge:
         }
         self._paces: dict[bool, float] = {}  # seconds of a step, by whether classes are held out
 
-    def __call__(self, rate: float, seed: int, held_out: bool) -> Line:
-        """Train with a learning rate and a seed.
+    def __call__(self, rate: float, seed: int, held_out: bool, queries: Path | None) -> Line:
+        """Train with a learning rate and a seed; keep the figures of each query in a folder.
 
         Return the figures, the updates, and the seconds that they took.
         """
@@ -320,7 +329,11 @@ class Judge:
                     self._paces[held_out] = spent / updates
                     if abs(spent / self._seconds - 1) < MOST_OFF or steps == FEW_STEPS:
                         break
-            return {"updates": updates, "spent": spent, **figures_of(recipe, network)}
+            evaluation = evaluated(recipe, network)
+            if queries is not None:
+                evaluation.save(queries)
+            figures = {name: evaluation.figures[name] for name in FIGURES}
+            return {"updates": updates, "spent": spent, **figures}
 
     def _recipe(self, rate: float, seed: int, held_out: bool, steps: int, folder: Path) -> Recipe:
         train, test = self._parts[held_out]
@@ -439,10 +452,28 @@ class DrawnBatch(SeededBatch):
         self.pixels = torch.stack(pixels)
 
 
-def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:
-    """mAP, mAP@R and R@1 on data.validation, 0 to 1."""
+def evaluated(recipe: Recipe, network: RetrievalNetwork) -> Evaluation:
+    """Evaluate on data.validation."""
     [validation] = recipe.data.validation_sets.values()
-    figures = (
-        open_set(validation).describe(describing_of(recipe, network, World())).evaluate().figures
-    )
-    return {name: figures[name] for name in FIGURES}
+    opened = open_set(validation, figures=FIGURES)
+    return opened.describe(describing_of(recipe, network, World())).evaluate()
+
+
+def kept_queries(output: Path, line: Line) -> Path:
+    """Return the folder that keeps the figures of each query by a training."""
+    contender = f"{line['contender']}, {line['about'] or 'as it is'}".replace("/", "-")
+    name = f"rate {line['rate']:g}, {line['seconds']:g} s, seed {line['seed']}"
+    return output.with_suffix("") / line["set"] / contender / name
+
+
+def shown_by_query(output: Path, sides: Iterable[Iterable[Line]]) -> str:
+    """Tell whether queries show a difference in mAP between a baseline and a contender.
+
+    "" if a training is of before its queries were kept.
+    """
+    folders = [[kept_queries(output, line) for line in lines] for lines in sides]
+    if not all((folder / QUERIES_FILE).exists() for folder in chain(*folders)):
+        return ""
+    [pair] = compare(*folders).compared
+    result = pair.overall[0]
+    return f"{'yes' if result.holds else 'no'}, {shown_interval(result)}"

@@ -1,5 +1,6 @@
 """The names of the library, from which `__init__.py` learns where each is defined."""
 
+from distap.apps.compare import compare as compare
 from distap.evaluation.given_descriptors import evaluate as evaluate
 from distap.library import load as load
 from distap.library import train as train

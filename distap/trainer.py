@@ -77,6 +77,7 @@ class Trainer:
         self.learner = prepared.step.learner
         self.state = prepared.state
         self.done = 0  # steps that have led to the present parameters
+        self.ends_early = False  # since the best score has stopped rising
         self._saved = 0  # steps that have led to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
         self.ended: float | None = None  # time.monotonic() when it was done or began to stop
@@ -90,6 +91,7 @@ class Trainer:
         steps = prepared.length.steps
         with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
             self.done = self._saved = self.state.resume()
+            self.ends_early = self._has_no_patience()
             if prepared.is_begun and self.done == 0:
                 raise DistapError(
                     "checkpoint.removed",
@@ -100,8 +102,12 @@ class Trainer:
             owes_evaluation = (
                 self.done > 0 and self._is_evaluation_due() and self.state.score is None
             )
-            if self.done >= steps and not owes_evaluation:
-                logger.info("%s: all %d steps are done already", self.recipe.run, steps)
+            if (self.done >= steps or self.ends_early) and not owes_evaluation:
+                logger.info(
+                    "%s: %s",
+                    self.recipe.run,
+                    self._ended_early or f"all {steps} steps are done already",
+                )
                 self._report_ending("done")
                 return FINISHED
             announce(prepared, self.done, self.world.device, self.world.size)
@@ -120,6 +126,8 @@ class Trainer:
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
+        if self._has_no_patience():  # by the evaluation that was owed
+            return self._end_early()
         first = self.done
         stopping = False
         tracing = False
@@ -150,12 +158,13 @@ class Trainer:
             self._count_not_finite(result.skipped)
 
             stopping = self._evaluate_and_save(stop, stopping)
-            if stopping:
+            if stopping or self.ends_early:
                 break
+        if self.ends_early and not stopping:
+            return self._end_early()
         is_stopped = self.done < length.steps or (stopping and self._is_evaluation_due())
         self._report_ending("stopped" if is_stopped else "done")
         self._finish_checkpoint()
-
         if is_stopped:
             saved = ", with a checkpoint" if self.done else ""
             logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
@@ -190,6 +199,28 @@ class Trainer:
             intervals = [table.every for table in (nearest, weights) if table is not None]
             end = min([(self.done // every + 1) * every for every in intervals] + [steps])
             yield from self.images.shares(range(self.done, end), steps)
+
+    def _end_early(self) -> int:
+        self._report_ending("done")
+        self._finish_checkpoint()
+        logger.info("%s: %s", self.recipe.run, self._ended_early)
+        return FINISHED
+
+    def _has_no_patience(self) -> bool:
+        """Return whether the best score has not risen for evaluation.patience evaluations."""
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.state.since_best >= patience
+
+    @property
+    def _ended_early(self) -> str:
+        """Return in words why the training ended before its last step, "" if it did not."""
+        if not self.ends_early:
+            return ""
+        return (
+            f"ended after step {self.done} of {self.prepared.length.steps}, since"
+            f" {self.recipe.scored_by} has not risen in {self.state.since_best} evaluations"
+            " (evaluation.patience); the best checkpoint stays"
+        )
 
     def _is_evaluation_due(self) -> bool:
         prepared = self.prepared
@@ -319,7 +350,15 @@ class Trainer:
             # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
             is_best = score_of(figures, self.recipe) > self.state.writer.best
-        if is_best or self.prepared.length.is_due(self.recipe.checkpoint, self.done):
+            # Counted before the checkpoint, which must know it to go on exactly.
+            self.state.since_best = 0 if is_best else self.state.since_best + 1
+            self.ends_early = self._has_no_patience()
+            self.report.since_best(self.done, self.state.since_best)
+        if (
+            is_best
+            or self.ends_early
+            or self.prepared.length.is_due(self.recipe.checkpoint, self.done)
+        ):
             self._save(figures)
 
     def _save(self, figures: Figures | None = None) -> None:

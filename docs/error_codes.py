@@ -28,6 +28,7 @@ AREAS = {
     "search": "searches",
     "export": "exports",
     "serve": "the server",
+    "comparison": "comparisons of networks by query",
     "tune": "the search for better settings",
     "command": "command lines",
     "package": "packages that are not installed, or too old",

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from distap.cli.compare import compare_command
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
@@ -23,6 +24,7 @@ for command in (
     train_command,
     tune_command,
     eval_command,
+    compare_command,
     extract_command,
     export_command,
     whiten_command,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.sections import PrecisionName, Section, SizingText, Unit
 
@@ -88,3 +88,15 @@ class EvaluationSection(DescribingSection):
     does; its figures are those of `merged`."""
     best: BestSection | None = None
     """Figure that chooses the best checkpoint; null takes mAP, see its keys."""
+    patience: PositiveInt | None = None
+    """Stop, with status 0, when this many evaluations in a row have not raised the figure that
+    chooses the best checkpoint, which stays; null trains to the last step. It needs
+    evaluation.every. It may change when a run goes on."""
+
+    @model_validator(mode="after")
+    def _patience_counts_evaluations(self) -> "EvaluationSection":
+        if self.patience and not self.every:
+            raise ValueError(
+                "evaluation.patience counts evaluations during training: set evaluation.every"
+            )
+        return self

@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Generator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from distap.data.shards.index import index_of_files
 from distap.errors import DistapError, logger
 from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.row_folder import RowFolder
 from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
-from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.descriptor_files import DescribedBy, read_descriptors
 from distap.retrieval.row_blocks import DescriptorParts, row_blocks
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
@@ -102,6 +103,50 @@ class DescribedImages(ImageSet):
         return np.concatenate(blocks)
 
 
+@dataclass(frozen=True)
+class StoredDescriber:
+    """What an evaluation asks of a describer whose descriptors are stored."""
+
+    described_by: DescribedBy
+    dimensions: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    whitening: None = None
+
+
+@dataclass(frozen=True)
+class StoredDescribing(Describing):
+    """Descriptors in a folder, joined to images by name, in place of a network's."""
+
+    rows: RowFolder | None = None
+
+    def of_images(
+        self, images: ImageSet, boxes: Mapping[int, Box]
+    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return image numbers and descriptors, without images that the folder left out.
+
+        Raises:
+            DistapError: another image has no descriptor, or parts of images are queries.
+        """
+        assert self.rows is not None
+        if boxes:
+            raise DistapError(
+                "descriptors.parts_of_images",
+                f"{self.rows.where}: its descriptors are of whole images, but queries of"
+                f" {images.name} are cut to their boxes: give the run in place of the folder",
+            )
+        samples = np.flatnonzero(~np.isin(images.keys, [*self.rows.stored.left_out]))
+        places = self.rows.require(images.keys[samples], images.name)
+        return samples, self.rows.stored.descriptors[places]
+
+
+def stored_describing(rows: RowFolder, world: World) -> StoredDescribing:
+    """Return how an evaluation reads descriptors that are stored."""
+    stored = rows.stored
+    # An evaluation asks its describer for no more than these: nothing is described.
+    describer = StoredDescriber(stored.described_by, stored.descriptors.shape[1])
+    return StoredDescribing(cast(ImageDescriber, describer), world, rows=rows)
+
+
 def descriptors_of(
     describing: Describing, images: ImageSet, boxes: Mapping[int, Box]
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -111,6 +156,8 @@ def descriptors_of(
     Args:
         boxes: by image number, the part of an image to describe, in pixels.
     """
+    if isinstance(describing, StoredDescribing):
+        return describing.of_images(images, boxes)
     if isinstance(images, DescribedImages):
         return np.arange(len(images)), images.described_by(describing.describer)
     samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))

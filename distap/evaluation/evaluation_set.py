@@ -5,7 +5,7 @@ other, another gallery as in In-Shop, or a gallery that is drawn from their own 
 VehicleID.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,16 +22,21 @@ from distap.evaluation.described_images import descriptors_of
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import GroundTruth
 from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, JoinedRows
+from distap.evaluation.query_values import (
+    Draws,
+    QueryValues,
+    right_image_classes,
+    rows_of_draws,
+    values_by_query,
+)
 from distap.evaluation.row_folder import RowFolder
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
-from distap.randomness import permutation
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors, figure_names
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.row_blocks import DescriptorParts, Descriptors, open_parts
 from distap.retrieval.truth import Truth, class_truth
 
-GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 NEIGHBOURS = 10  # images that are reported of each query
 
 
@@ -185,6 +190,7 @@ class DescribedSet:
     # where it has not
     stored_queries: Descriptors | None = None
     stored_gallery: Descriptors | None = None
+    listed: tuple[str, ...] | None = None  # names of the queries that a ground truth lists
 
     def with_stored(self) -> "DescribedSet":
         """Take the rows of another network, if there are any."""
@@ -235,6 +241,7 @@ class DescribedSet:
             truth=listed,
             stored_queries=stored_queries,
             stored_gallery=stored_gallery,
+            listed=tuple(str(query.name) for query in records),
         )
 
     @cached_property
@@ -264,12 +271,14 @@ class DescribedSet:
         """
         evaluation_set = self.evaluation_set
         truth = evaluation_set.truth
-        first, figures = self._averaged(refinement)
+        results, figures = self._averaged(refinement)
+        first = results[0][1]
         for direction in evaluation_set.joined_rows.directions:
             of_direction = self._of_direction(direction, refinement)
             figures |= {f"{direction} {name}": value for name, value in of_direction.items()}
         count = len(self.queries)
-        listed = 0 if truth is None else len(truth.queries)
+        has_hits = not (truth or evaluation_set.draws)
+        expected = 0 if truth is None else len(truth.queries)
         return Evaluation(
             data=evaluation_set.queries[0].name if truth is None else evaluation_set.name,
             gallery=evaluation_set.gallery_name,
@@ -279,21 +288,30 @@ class DescribedSet:
             images=count + (len(self.gallery) if evaluation_set.gallery else 0),
             queries=int((first.first_positive > 0).sum()),
             # A listed query whose own image could not be described counts as left out too.
-            left_out=first.left_out + max(listed - count, 0),
+            left_out=first.left_out + max(expected - count, 0),
             figures=figures,
-            hits=None if truth or evaluation_set.draws else self._retrieved(first),
+            hits=Retrieved.of(evaluation_set.images, self.samples, first) if has_hits else None,
+            by_query=self._by_query(results),
         )
 
-    def _averaged(self, refinement: Refinement) -> tuple[Evaluated, dict[str, float]]:
-        """Return the first draw, and the figures over all draws."""
-        evaluated = [
-            self._evaluated(queries, gallery, refinement) for queries, gallery in self._draws()
+    def _averaged(self, refinement: Refinement) -> tuple[Draws, dict[str, float]]:
+        """Return rows of queries and result of each draw, and the figures over all draws."""
+        results = [
+            (queries, self._evaluated(queries, gallery, refinement))
+            for queries, gallery in rows_of_draws(self.classes, self.evaluation_set.draws)
         ]
-        summaries = [result.summary() for result in evaluated]
+        summaries = [evaluated.summary() for _, evaluated in results]
         figures = {
             name: float(np.mean([summary[name] for summary in summaries])) for name in summaries[0]
         }
-        return evaluated[0], figures
+        return results, figures
+
+    def _by_query(self, results: Draws) -> QueryValues:
+        if self.truth is not None and self.listed is not None:
+            return values_by_query(results, self.listed, right_image_classes(self.truth.positives))
+        count = len(self.query_samples)
+        keys = self.evaluation_set.images.keys[self.query_samples].tolist()
+        return values_by_query(results, keys, self.classes[:count].tolist())
 
     def _of_direction(self, direction: str, refinement: Refinement) -> dict[str, float]:
         """Return the figures with another network's rows as queries, gallery or both.
@@ -316,28 +334,6 @@ class DescribedSet:
         """Name of what is done to descriptors or rankings, for results."""
         whitened = [] if self.describing.describer.whitening is None else ["whitening"]
         return " + ".join([*whitened, *refinement.names]) or "plain"
-
-    def _retrieved(self, evaluated: Evaluated) -> Retrieved:
-        # A separate gallery's rows follow the queries'.
-        first = len(self.query_samples) if self.evaluation_set.gallery else 0
-        return Retrieved(
-            self.samples,
-            self.evaluation_set.images.keys[self.samples],
-            self.classes,
-            evaluated.values["mAP"].cpu().numpy(),
-            evaluated.first_positive.cpu().numpy(),
-            (evaluated.neighbours + first).cpu().numpy(),
-        )
-
-    def _draws(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the rows of queries and of the gallery in each draw, or once, all of them."""
-        if not self.evaluation_set.draws:
-            yield slice(None), slice(None)
-        for draw in range(self.evaluation_set.draws):
-            order = permutation(len(self.classes), GALLERY, draw)
-            # The first image of each class in a random order of all is a random one of the class.
-            chosen = order[np.unique(self.classes[order], return_index=True)[1]]
-            yield np.setdiff1d(order, chosen), chosen
 
     def _evaluated(self, query_rows: Any, gallery_rows: Any, refinement: Refinement) -> Evaluated:
         evaluation_set = self.evaluation_set

@@ -12,11 +12,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from distap.data.joined import numbered_apart
-from distap.data.labels import class_numbers
+from distap.data.labels import class_name, class_numbers
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import GroundTruth, Name, parsed_truth, read_truth
+from distap.evaluation.query_values import QueryValues, right_image_classes, values_by_query
 from distap.ranking.rankable import refuse_crossing
-from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import Descriptors, given_rows, open_parts, taken
@@ -72,12 +73,46 @@ def evaluate(
         DistapError: shapes differ, a descriptor is not finite or not of length 1, a figure has no
             such name, or no query has an image of its class.
     """
+    evaluated, _ = evaluate_rows(
+        descriptors,
+        labels,
+        queries,
+        truth=truth,
+        names=names,
+        cameras=cameras,
+        domains=domains,
+        distractors=distractors,
+        figures=figures,
+        dot_product=dot_product,
+        ties=ties,
+    )
+    answered = int((evaluated.first_positive > 0).sum())
+    left_out = len(evaluated.first_positive) - answered
+    return evaluated.summary() | {"queries": answered, "left_out": left_out}
+
+
+def evaluate_rows(
+    descriptors: ArrayLike | Tensor | Sequence[Tensor],
+    labels: ArrayLike | Tensor | None = None,
+    queries: ArrayLike | Tensor | None = None,
+    *,
+    truth: Mapping[str, Any] | Path | str | None = None,
+    names: Sequence[str] | None = None,
+    cameras: ArrayLike | Tensor | None = None,
+    domains: ArrayLike | None = None,
+    distractors: Sequence[Path | str] | Path | str = (),
+    figures: Sequence[str] = (),
+    dot_product: bool = False,
+    ties: Ties = "against",
+) -> tuple[Evaluated, QueryValues]:
+    """Rank as `evaluate` does, and return the result with the figures of each query."""
     rows = given_rows(descriptors, dot_product=dot_product)
     if (labels is None) == (truth is None):
         raise DistapError("evaluation.labels_or_truth", "give either labels or a truth")
     is_query = None if queries is None else _query_mask(queries, len(rows))
     if labels is not None:
         asked, gallery, right = _labelled(rows, labels, is_query, cameras, domains)
+        keys, classes = _query_names(labels, is_query, names, len(rows))
         figures = figures or LABELLED_FIGURES
     elif cameras is not None or domains is not None:
         raise DistapError(
@@ -89,7 +124,8 @@ def evaluate(
             known = read_truth(Path(truth))
         else:
             known = parsed_truth(cast(Mapping[str, Any], truth), "truth")
-        asked, gallery, right = _listed(known, rows, is_query, names)
+        keys, asked, gallery, right = _listed(known, rows, is_query, names)
+        classes = right_image_classes(right.positives)
         figures = figures or known.figures
     paths = [distractors] if isinstance(distractors, Path | str) else distractors
     evaluated = evaluate_descriptors(
@@ -100,9 +136,32 @@ def evaluate(
         distractors=open_parts(paths, rows.shape[1], dot_product),
         ties=ties,
     )
-    answered = int((evaluated.first_positive > 0).sum())
-    left_out = len(evaluated.first_positive) - answered
-    return evaluated.summary() | {"queries": answered, "left_out": left_out}
+    return evaluated, values_by_query([(slice(None), evaluated)], keys, classes)
+
+
+def _query_names(
+    labels: ArrayLike | Tensor,
+    is_query: NDArray[np.bool_] | None,
+    names: Sequence[str] | None,
+    count: int,
+) -> tuple[list[str], list[str]]:
+    """Return names and classes of the queries, by which they are compared.
+
+    Without names, an image is called by the number of its row.
+    """
+    if names is not None and len(names) != count:
+        raise _wrong_names(len(names), count)
+    shown = np.flatnonzero(np.ones(count, bool) if is_query is None else is_query)
+    keys = [str(row if names is None else names[row]) for row in shown.tolist()]
+    # Of several levels the finest says which queries are alike.
+    finest = _array(labels).reshape(count, -1)[shown, 0]
+    return keys, [class_name(label) for label in finest.tolist()]
+
+
+def _wrong_names(names: int, descriptors: int) -> DistapError:
+    return DistapError(
+        "evaluation.wrong_shape", f"there are {names} names for {descriptors} descriptors"
+    )
 
 
 def _query_mask(queries: ArrayLike | Tensor, count: int) -> NDArray[np.bool_]:
@@ -157,13 +216,10 @@ def _listed(
     rows: Descriptors,
     is_query: NDArray[np.bool_] | None,
     names: Sequence[str] | None,
-) -> tuple[Descriptors, Descriptors, Truth]:
-    """Return queries, gallery and truth of images that a ground truth lists."""
+) -> tuple[list[str], Descriptors, Descriptors, Truth]:
+    """Return names of queries, queries, gallery and truth of images that a ground truth lists."""
     if names is not None and len(names) != len(rows):
-        raise DistapError(
-            "evaluation.wrong_shape",
-            f"there are {len(names)} names for {len(rows)} descriptors",
-        )
+        raise _wrong_names(len(names), len(rows))
     row_names: list[Name] = [*range(len(rows))] if names is None else [*names]
     repeated = len(row_names) - len(set(row_names))
     if repeated:
@@ -185,19 +241,25 @@ def _listed(
             f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}",
         )
     row_names, rows = truth.grouped(row_names, rows)
-    _, queries = truth.asked(row_names, rows)
+    records, queries = truth.asked(row_names, rows)
+    keys = [str(record.name) for record in records]
     gallery = rows
     if is_query is not None:
         kept = np.flatnonzero(~is_query)
         gallery = taken(rows, torch.from_numpy(kept))
         row_names = [row_names[row] for row in kept]
     device = torch.device(rows.device)
-    return queries, gallery, truth.of_gallery(truth.queries, row_names, device, is_of_itself=True)
+    listed = truth.of_gallery(truth.queries, row_names, device, is_of_itself=True)
+    return keys, queries, gallery, listed
+
+
+def _array(values: ArrayLike | Tensor) -> NDArray[Any]:
+    return values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _numbers(values: ArrayLike | Tensor, name: str, count: int) -> NDArray[np.int64]:
     """Number (N,) or, of labels, (N, L) values of any kind; -1 stands for none."""
-    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = _array(values)
     has_levels = name == "labels" and array.ndim == 2
     if array.ndim != 1 + has_levels or len(array) != count:
         raise DistapError(

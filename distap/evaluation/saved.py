@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field
 
+from distap.data.joined import JoinedImages
 from distap.errors import DistapError
+from distap.evaluation.query_values import QueryValues
 from distap.retrieval.descriptor_files import reading
+from distap.retrieval.evaluate import Evaluated
 from distap.storage.atomic import write_whole
 from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
@@ -18,6 +21,7 @@ from distap.storage.texts import read_json
 FOLDER = "evaluations"
 RESULT_FILE = "result.json"
 RETRIEVED_FILE = "retrieved.npz"
+QUERIES_FILE = "queries.npz"
 # the protocols of which neighbours are kept
 LABELLED = "labelled set"
 QUERIED = "queries and another gallery"
@@ -46,6 +50,22 @@ class Retrieved:
     first_positive: NDArray[np.int64]  # (Q,) rank from 1, 0 without a positive
     neighbours: NDArray[np.int64]  # (Q, k) rows, best first
 
+    @classmethod
+    def of(
+        cls, images: JoinedImages, samples: NDArray[np.int64], evaluated: Evaluated
+    ) -> "Retrieved":
+        """Take the hits of queries, which are the first of `samples`; a gallery follows them."""
+        queries = len(evaluated.first_positive)
+        first = queries if len(samples) > queries else 0
+        return cls(
+            samples,
+            images.keys[samples],
+            images.classes[samples],
+            evaluated.values["mAP"].cpu().numpy(),
+            evaluated.first_positive.cpu().numpy(),
+            (evaluated.neighbours + first).cpu().numpy(),
+        )
+
 
 class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     """The figures and hits of a network on a data set, with one refinement of its descriptors."""
@@ -53,6 +73,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     folder: Path | None = Field(default=None, exclude=True)  # that it was read from
     # of LABELLED and QUERIED, until it is saved
     hits: Retrieved | None = Field(default=None, exclude=True)
+    by_query: QueryValues | None = Field(default=None, exclude=True)  # until it is saved
     step: int | None = None  # of a training
     data: str
     gallery: str | None = None  # that is not of `data`
@@ -78,6 +99,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
             ) from error
         if self.hits is not None:
             write_whole(folder / RETRIEVED_FILE, columns_file(**vars(self.hits)))
+        if self.by_query is not None:
+            write_whole(folder / QUERIES_FILE, columns_file(**vars(self.by_query)))
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 
     def retrieved(self) -> Retrieved | None:
@@ -87,6 +110,14 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         path = self.folder / RETRIEVED_FILE
         with reading(path, "distap eval"):
             return Retrieved(**np.load(BytesIO(path.read_bytes()), allow_pickle=False))
+
+    def query_values(self) -> QueryValues:
+        """Read the figures of each query."""
+        if self.by_query is not None:
+            return self.by_query
+        path = (self.folder or Path()) / QUERIES_FILE
+        with reading(path, "distap eval --output"):
+            return QueryValues(**np.load(BytesIO(path.read_bytes()), allow_pickle=False))
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -90,6 +90,12 @@ class Run:
         return name, value, best
 
     @property
+    def since_best(self) -> int:
+        """Return how many evaluations in a row have not raised that figure, with a patience."""
+        counts = [entry["since_best"] for entry in self.entries if "since_best" in entry]
+        return counts[-1] if counts else 0
+
+    @property
     def sets(self) -> list[list[str]]:
         """Return a table of the last evaluation, without rows if it was of a single set."""
         last = self.validations[-1] if self.validations else {}
@@ -249,6 +255,24 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
     queries = reduce(np.intersect1d, answered)  # common to all, by their numbers in the data set
     precision = last.average_precision[np.searchsorted(last.sample, queries)]
 
+    drawn = permutation(len(precision), 0)[:RANDOM]
+    hardest = np.argsort(precision, kind="stable")[:HARDEST]
+    chosen = {
+        "Neighbours of some queries": ("Drawn at random, not selected.", drawn),
+        "Hardest queries": (f"The queries with the lowest AP ({name}).", hardest),
+    }
+    return {
+        title: (f"{why} {FRAMES}", examples_of(retrieved, queries[rows].tolist(), thumbnail))
+        for title, (why, rows) in chosen.items()
+        if len(rows)
+    }
+
+
+def examples_of(
+    retrieved: dict[str, Retrieved], samples: list[int], thumbnail: Callable[[int], bytes | None]
+) -> list[tuple[Picture, list[Answer]]]:
+    """Return queries, by their numbers in the data set, with the answers of each network."""
+
     def picture(hits: Retrieved, row: int) -> Picture:
         jpeg = thumbnail(int(hits.sample[row]))
         return Picture(str(hits.key[row]), str(hits.class_name[row]), jpeg)
@@ -270,17 +294,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
             )
         return query, answers
 
-    drawn = permutation(len(precision), 0)[:RANDOM]
-    hardest = np.argsort(precision, kind="stable")[:HARDEST]
-    chosen = {
-        "Neighbours of some queries": ("Drawn at random, not selected.", drawn),
-        "Hardest queries": (f"The queries with the lowest AP ({name}).", hardest),
-    }
-    return {
-        title: (f"{why} {FRAMES}", [*map(example, queries[rows].tolist())])
-        for title, (why, rows) in chosen.items()
-        if len(rows)
-    }
+    return [example(sample) for sample in samples]
 
 
 def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
@@ -297,12 +311,12 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
                     " ground truth"
                 )
             retrieved[name] = hits
-        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())))), ""
+        return sheets_of(retrieved, thumbnails(next(iter(evaluations.values())))), ""
     except DistapError as error:
         return {}, str(error)
 
 
-def _thumbnails(evaluation: Evaluation) -> Thumbnails:
+def thumbnails(evaluation: Evaluation) -> Thumbnails:
     sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
     images = JoinedImages(map(open_images, sources))
     if images.fingerprint != evaluation.fingerprint:

@@ -32,6 +32,7 @@ class Evaluated:
     in_part: dict[str, Bool[Tensor, " Q"]]
     # rank, from 1, of the best positive; 0 for a query without any
     first_positive: Int64[Tensor, " Q"]
+    positives: Int64[Tensor, " Q"]  # number of right images, of all grades
     neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
 
     @property
@@ -273,4 +274,4 @@ class _FigureTable:
             part: torch.tensor([part in ("", name) for name in parts], device=counts.device)
             for part in dict.fromkeys(["", *parts])
         }
-        return Evaluated(self._values, in_part, self._first_positive, self._neighbours)
+        return Evaluated(self._values, in_part, self._first_positive, counts, self._neighbours)

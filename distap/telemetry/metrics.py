@@ -122,6 +122,11 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
         "dataset",
         "figure",
     ),
+    "since_best": (
+        Gauge,
+        "evaluations_since_best",
+        "Evaluations in a row that have not raised the figure that chooses the best checkpoint",
+    ),
     "checkpoint_seconds": (Summary, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
     "checkpoint_bytes": (Gauge, "checkpoint_size_bytes", "Size of the last checkpoint"),
     "checkpoint_time": (

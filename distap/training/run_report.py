@@ -287,6 +287,22 @@ class RunReport:
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 
+    def since_best(self, step: int, evaluations: int) -> None:
+        """Report how many evaluations in a row have not raised the best score."""
+        self.metrics.since_best.set(evaluations)
+        patience = self.recipe.evaluation.patience
+        if patience is None:
+            return
+        self._write(step, since_best=evaluations, seconds={})
+        if evaluations:
+            logger.info(
+                "step %d: %s has not risen in %d of %d evaluations (evaluation.patience)",
+                step,
+                self.recipe.scored_by,
+                evaluations,
+                patience,
+            )
+
     def _write(self, step: int, **entry: Any) -> None:
         for write in self._outlets:
             write({"step": step, "time": time.time(), **entry})

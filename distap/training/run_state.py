@@ -133,6 +133,8 @@ class RunState:
         self._settings = recipe.model_dump(mode="json")
         # Score of the checkpoint that the run goes on from, if that was evaluated.
         self.score: float | None = None
+        # Evaluations in a row that have not raised the best score.
+        self.since_best = 0
         section = recipe.checkpoint
         storage = _storage_of(recipe)
         self.lease = Lease("run" if section.store is None else "checkpoint.store", storage)
@@ -202,6 +204,7 @@ class RunState:
             "recipe": self._settings,
             "folder": str(Path.cwd()),  # that the recipe's paths are relative to
             "figures": figures or {},
+            "since_best": self.since_best,
         }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
@@ -233,7 +236,8 @@ class RunState:
         return self.images.fingerprint
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        recorded = checkpoint.state("recipe")["recipe"]
+        state = checkpoint.state("recipe")
+        recorded = state["recipe"]
         self._refuse_other_run(recorded["run"], checkpoint.where)
         identity = checkpoint.manifest.about
         before = _identity(recorded, identity.get("data"), identity.get("rows", {}))
@@ -271,6 +275,7 @@ class RunState:
                 " another run folder, or go back to the network that the run began with",
             ) from error
         self.score = checkpoint.manifest.score
+        self.since_best = int(state.get("since_best", 0))
         for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)

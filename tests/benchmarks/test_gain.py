@@ -31,6 +31,8 @@ def test_each_trains_at_its_best_rate_and_a_line_is_not_trained_again(tmp_path, 
     assert [row["less"] is None for row in rows].count(True) == 1  # the best loop
     assert [row["mAP"] for row in loops.report().figures] == [row["mAP"] for row in rows]
     assert len(loops.output.read_text().splitlines()) == len(lines)
+    shown = [row["by_query"] for row in rows if row["less"] is not None]
+    assert all(text.startswith(("yes", "no")) for text in shown)
     small = "small: data.image_size=32; replay={size: 8}"
     one_rate = GainBenchmark(**asked, contender=["init"], variant=[small], rate=[1e-4], seeds=1)
     of_init, of_small = one_rate.report().figures

@@ -23,10 +23,10 @@ from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
 from distap.evaluation.describing import describing_of
-from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Extraction
 from distap.evaluation.ground_truth import read_truth
+from distap.evaluation.query_values import GALLERY
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.evaluation.sets import open_set
 from distap.library import load

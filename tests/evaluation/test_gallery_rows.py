@@ -23,13 +23,13 @@ from small_trainings import recipe, train
 from benchmarks.photos import pack, photo
 from distap.data.converters.dataset import convert
 from distap.data.sizing import Sizing
-from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.extraction.extracting import (
     Describing,
 )
 from distap.evaluation.extraction.image_describer import (
     ImageDescriber,
 )
+from distap.evaluation.query_values import GALLERY
 from distap.evaluation.saved import read_evaluation
 from distap.evaluation.sets import open_set
 from distap.pages.report import report

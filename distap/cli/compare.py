@@ -1,0 +1,112 @@
+"""`distap compare`: whether one network retrieves better than another."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distap.cli import options
+from distap.cli.options import JSON, print_json
+from distap.evaluation.comparing import RESAMPLES
+from distap.telemetry.terminal import print_text, set_up_logging
+
+SEPARATOR = ":"
+data_option = partial(typer.Option, rich_help_panel="Data sets")
+SIDES = (
+    "Two networks or more, the baseline first: runs, checkpoints, exports, folders of `distap eval"
+    " --output` or `distap extract`, or .npy files of descriptors. Runs from several seeds stand"
+    " together, between colons: A1 A2 : B1 B2."
+)
+COMPARED_ON = "Data set to compare on: shards, or a folder that `distap data convert` wrote."
+ROW_LABELS = (
+    "Labels of the rows of .npy files, in place of a data set: a .npy file, or a text file of a"
+    " label a line."
+)
+ROW_NAMES = "Names of these rows, by which queries are joined: a .npy file or a line each."
+TABLE = "Print the figures as a table for a paper: latex, markdown or csv."
+COMPARISON_PAGE = "Page to write: figures, a scatter of the queries, and those that changed most."
+
+
+def compare_command(
+    sides: Annotated[list[str], typer.Argument(help=SIDES, metavar="RUN...", show_default=False)],
+    data: Annotated[
+        str | None, data_option(help=COMPARED_ON, show_default="the first run's validation set")
+    ] = None,
+    gallery: Annotated[
+        str | None, data_option(help="Shards to search in.", show_default="its other images")
+    ] = None,
+    gallery_draws: Annotated[
+        int, data_option(help="Draw a gallery this many times, as `distap eval` does.", min=0)
+    ] = 0,
+    truth: Annotated[
+        Path | None, data_option(help="JSON file that says for each query what is right.")
+    ] = None,
+    labels: Annotated[Path | None, data_option(help=ROW_LABELS)] = None,
+    names: Annotated[Path | None, data_option(help=ROW_NAMES)] = None,
+    figures: Annotated[
+        str,
+        data_option(help="Figures, such as mAP,R@1; the first is judged.", show_default="its own"),
+    ] = "",
+    best: options.BEST = False,
+    trust: options.TRUST = False,
+    resamples: Annotated[
+        int, typer.Option(help="Random flips of the signs of classes.", min=20)
+    ] = RESAMPLES,
+    seed: Annotated[int, typer.Option(help="Seed of these flips.", min=0)] = 0,
+    table: Annotated[
+        str | None, typer.Option(help=TABLE, metavar="latex|markdown|csv", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help=COMPARISON_PAGE, show_default=False)] = None,
+    as_json: JSON = False,
+) -> None:
+    """Tell whether networks retrieve better than a baseline, by query, with the doubt about it.
+
+    The first network is the baseline, and each other one is compared with it on the queries of one
+    data set. Each difference has its 95% interval, and a p-value corrected for the number of
+    figures (Holm), of a test that takes the queries of a class together. With several runs a side,
+    the variation of seeds counts too. A star in the table marks a difference that is shown.
+    """
+    from distap.apps.compare import column, compare
+    from distap.evaluation.comparison_tables import require_form
+    from distap.pages.comparison import write_comparison
+    from distap.world import joined_world
+
+    require_form(table or "markdown")
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        comparison = compare(
+            *grouped(sides),
+            data=data,
+            gallery=gallery,
+            gallery_draws=gallery_draws,
+            truth=truth,
+            labels=None if labels is None else column(labels),
+            names=None if names is None else column(names),
+            figures=figures.replace(",", " ").split(),
+            best=best,
+            trust=trust,
+            resamples=resamples,
+            seed=seed,
+            world=world,
+        )
+        if world.rank > 0:
+            return
+        if output is not None:
+            write_comparison(output, comparison.compared, comparison.evaluations)
+        if as_json:
+            print_json(comparison.record())
+        elif table is not None:
+            print_text(comparison.table(table))
+        else:
+            print_text(str(comparison))
+
+
+def grouped(sides: Sequence[str]) -> list[Any]:
+    """Return each side: a source, or between colons the list of its runs."""
+    if SEPARATOR not in sides:
+        return list(sides)
+    groups = groupby(sides, SEPARATOR.__eq__)
+    return [list(runs) for is_separator, runs in groups if not is_separator]
