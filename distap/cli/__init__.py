@@ -5,9 +5,10 @@ from typing import Annotated
 import typer
 
 from distap.cli.data import data
-from distap.cli.descriptors import extract_command, index_command, whiten_command
+from distap.cli.descriptors import extract_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
+from distap.cli.index import index_command
 from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command

@@ -32,6 +32,15 @@ INDEXED_IMAGES = Annotated[
 ]
 
 
+CONDITION = (
+    "Search only images of which a column of their list fulfils this: category=shoes, price<=50,"
+    " 'size in 38,39'. Repeat for several conditions, which must all hold."
+)
+CONDITIONS = Annotated[list[str] | None, typer.Option(help=CONDITION, metavar="CONDITION")]
+GROUPED = "Find the best image of each value of this column, such as product."
+GROUP_BY = Annotated[str | None, typer.Option(help=GROUPED, metavar="COLUMN")]
+
+
 def search_command(
     index: SEARCHED_INDEX,
     queries: Annotated[
@@ -44,6 +53,8 @@ def search_command(
     top: Annotated[
         int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)
     ] = 10,
+    where: CONDITIONS = None,
+    group: GROUP_BY = None,
     images: INDEXED_IMAGES = None,
     output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
     as_json: JSON = False,
@@ -52,8 +63,9 @@ def search_command(
 
     An image that is searched for by its key needs no --checkpoint, and is not among its own hits.
     Files that cannot be used are named, and the exit status is then 1. With --json, a list:
-    `query`, and `hits` of it, each with `rank` from 1, `key`, `class` and `similarity`, and with
-    `network` if several have described the index; or the `problem` of a file that cannot be used.
+    `query`, and `hits` of it, each with `rank` from 1, `key`, `class` and `similarity`, with
+    `network` if several have described the index, and with `columns` of its list; or the `problem`
+    of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
     from distap.world import joined_world
@@ -61,7 +73,7 @@ def search_command(
     with joined_world() as world:
         set_up_logging(world.rank)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
-        results = list(searcher.search(queries_from(queries, searcher.index), top))
+        results = list(searcher.search(queries_from(queries, searcher.index), top, where, group))
     if output is not None:  # first, since printing may fail
         write_search_page(output, results, searcher.index, open_thumbnails(searcher.index, images))
     if as_json:
@@ -114,6 +126,10 @@ def _table(result: "Query") -> Table:
         [str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}"]
         for rank, hit in enumerate(result.hits, 1)
     ]
+    names = dict.fromkeys(name for hit in result.hits for name in hit.columns)
+    headings += map(escape, names)
+    for row, hit in zip(rows, result.hits, strict=True):
+        row += (escape(str(hit.columns.get(name, ""))) for name in names)
     if any(hit.network for hit in result.hits):
         headings.append("network")
         for row, hit in zip(rows, result.hits, strict=True):
@@ -125,6 +141,7 @@ def _as_json(result: "Query") -> dict[str, Any]:
     hits: list[dict[str, Any]] = [
         {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
         | ({"network": hit.network} if hit.network else {})
+        | ({"columns": dict(hit.columns)} if hit.columns else {})
         for rank, hit in enumerate(result.hits, 1)
     ]
     entry: dict[str, Any] = {"query": result.name, "hits": hits}

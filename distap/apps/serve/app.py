@@ -28,7 +28,7 @@ from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.pages.page import page_asset, page_text
-from distap.retrieval.indexing import Hit
+from distap.retrieval.searching import Hit
 
 T = TypeVar("T")
 
