@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.decoding import EncodedImage
@@ -13,6 +13,7 @@ from distap.data.loading.reader import ImageSet, open_images
 from distap.data.shards.index import index_of_folder
 from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
+from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.filters import Where
 from distap.retrieval.searching import Hit, SearchIndex, rows_of_keys
 from distap.retrieval.stored_index import read_index
@@ -22,6 +23,7 @@ from distap.storage.names import composed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from distap.apps.stores.copying import StoreGallery
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.world import World
 
@@ -96,7 +98,7 @@ class Searcher:
 
 
 def open_searcher(
-    index: Path,
+    index: "Path | SearchIndex | StoreGallery",
     checkpoint: Path | str | None = None,
     whitening: Path | None = None,
     *,
@@ -104,7 +106,7 @@ def open_searcher(
     best: bool = False,
     trust: bool = False,
 ) -> Searcher:
-    """Open an index with the network and the whitening that described its images.
+    """Open an index, or take an opened one, with what described its images.
 
     If several networks did, any of them describes the queries.
 
@@ -114,31 +116,32 @@ def open_searcher(
         best: take a run folder's best checkpoint instead of its newest.
         trust: let the network's record name classes that are not distap's.
     """
-    opened = read_index(index)
+    opened = read_index(index) if isinstance(index, Path) else index
     if checkpoint is None:
-        return Searcher(opened)
+        return Searcher(cast(SearchIndex, opened))
+    where = index if isinstance(index, Path) else opened.data
     describer = describer_of(
-        opened, checkpoint, whitening, world=world, best=best, trust=trust, where=index
+        opened.makers, checkpoint, whitening, world=world, best=best, trust=trust, where=where
     )
-    return Searcher(opened, describer)
+    # A store answers as an index does, but for rows and groups.
+    return Searcher(cast(SearchIndex, opened), describer)
 
 
 def describer_of(
-    index: SearchIndex,
+    makers: Sequence[DescribedBy],
     checkpoint: Path | str,
     whitening: Path | None,
     *,
     world: "World",
     best: bool,
     trust: bool,
-    where: Path,
+    where: Path | str,
 ) -> "ImageDescriber":
-    """Return what describes images as those of the index; see `open_searcher`.
+    """Return what describes images as one of the makers did; see `open_searcher`.
 
     Args:
-        where: the index's folder, for messages.
+        where: the index, for messages.
     """
-    makers = index.makers
     if whitening is None and all(maker.whitening is not None for maker in makers):
         raise DistapError(
             "descriptors.whitening_missing",
@@ -174,6 +177,7 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Pictures:
     places: dict[int, tuple[ImageSet, int]] = {}
     # The latest place that has an image is the one that it was described from.
     sources = index.images.sources if source is None else (source,)
+    opened = list[str]()
     for where in sources:
         try:
             images = open_images(where)
@@ -182,14 +186,15 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Pictures:
                 "hits are shown without pictures: %s; name the data set with --images", error
             )
             continue
+        opened.append(where)
         rows = rows_of_keys(index, images.keys.tolist()).tolist()
         places |= {row: (images, sample) for sample, row in enumerate(rows) if row >= 0}
     missing = len(index) - len(places)
-    if missing and places:
+    if missing and opened:
         logger.warning(
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the"
             " indexed data set?",
-            ", ".join(sources),
+            ", ".join(opened),
             missing,
             len(index),
         )
@@ -215,7 +220,7 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
             is_file = path.is_file()
         if text.startswith(KEY_PREFIX):
             key = text.removeprefix(KEY_PREFIX)
-            index.row_of(key)
+            index.descriptor_of(key)
             queries.append(Query(text, key=key))
         elif is_folder:
             names = index_of_folder(parse_source(path), labelled=False).key.tolist()

@@ -210,7 +210,7 @@ def _described(
     _log_columns(index, images, folder)
     world = World(device=device_of(0))
     describer: ImageDescriber = describer_of(
-        index,
+        index.makers,
         network.checkpoint,
         network.whitening,
         world=world,

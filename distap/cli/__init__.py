@@ -11,7 +11,7 @@ from distap.cli.export import export_command
 from distap.cli.index import index_command
 from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
-from distap.cli.search import search_command, serve_command
+from distap.cli.search import neighbours_command, search_command, serve_command
 from distap.cli.train import report_command, train_command
 from distap.cli.tune import tune_command
 
@@ -28,6 +28,7 @@ for command in (
     whiten_command,
     index_command,
     search_command,
+    neighbours_command,
     serve_command,
     report_command,
 ):

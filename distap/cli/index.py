@@ -21,6 +21,10 @@ KIND = (
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 ADD = "Images to add: a list of images (.csv), a folder, or shards."
 REMOVE = "File with a key on each line: remove these images."
+TO = (
+    "Copy the index to a store: lancedb:PATH, qdrant:PATH or qdrant:http://HOST:6333, or write a"
+    " script for PostgreSQL, pgvector:FILE.sql. Again, it copies what has changed."
+)
 REPLACE = "Let --add take over images that the index has with other bytes, class or columns."
 
 
@@ -34,6 +38,7 @@ def index_command(
     add: Annotated[str | None, typer.Option(metavar="IMAGES", help=ADD)] = None,
     replace: Annotated[bool, typer.Option("--replace", help=REPLACE)] = False,
     remove: Annotated[Path | None, typer.Option(metavar="KEYS.txt", help=REMOVE)] = None,
+    to: Annotated[str | None, typer.Option(metavar="URL", help=TO)] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what an update would change, and stop.")
     ] = False,
@@ -55,7 +60,13 @@ def index_command(
     new one is complete, searches get the old one, which also stays after an error. With --json:
     numbers of images that are `new`, `replaced`, `relabelled` (other class or columns), `same`,
     `removed` and `left_out`, then `images` and `generation`.
+
+    `distap index INDEX --to URL` makes a store hold the same as the index. With --json: numbers of
+    images `written` and `deleted`, and `images`.
     """
+    if to is not None and (output, add, remove) == (None, None, None):
+        _copy(folder, to, as_json)
+        return
     if output is None:
         if add is None and remove is None:
             raise DistapError(
@@ -80,6 +91,7 @@ def index_command(
         "--replace": replace,
         "--dry-run": dry_run,
         "--checkpoint": checkpoint,
+        "--to": to,
     }
     conflicts = [name for name, value in options.items() if value]
     if conflicts:
@@ -91,6 +103,25 @@ def index_command(
     from distap.retrieval.descriptor_files import read_descriptors
 
     _build(read_descriptors(folder), output, kind, search, as_json)
+
+
+def _copy(folder: Path, to: str, as_json: bool) -> None:
+    from distap.apps.stores.copying import copy_index, open_store
+    from distap.apps.stores.pgvector import write_pgvector
+    from distap.retrieval.stored_index import read_index
+
+    set_up_logging(0)
+    index = read_index(folder)
+    if to.startswith("pgvector:"):
+        write_pgvector(Path(to.removeprefix("pgvector:")), index)
+        counts = {"written": len(index), "deleted": 0, "images": len(index)}
+    else:
+        counts = copy_index(index, open_store(to))
+    if as_json:
+        print_json(counts)
+        return
+    text = "{written:,} images written, {deleted:,} deleted; it holds {images:,}"
+    print_result(f"{to}: {text.format(**counts)}")
 
 
 def _print_update(folder: Path, result: dict[str, Any], dry: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from distap.apps.serve.limits import ServeSettings
 from distap.cli.options import BEST, CHECKPOINT, JSON, TRUST, WHITENING, print_json
-from distap.errors import FAILED
+from distap.errors import FAILED, DistapError
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ INDEXED_IMAGES = Annotated[
 ]
 
 
+STORE = (
+    "Search in the store to which `distap index INDEX --to URL` copied an index. All arguments are"
+    " then queries."
+)
 CONDITION = (
     "Search only images of which a column of their list fulfils this: category=shoes, price<=50,"
     " 'size in 38,39'. Repeat for several conditions, which must all hold."
@@ -44,8 +48,11 @@ GROUP_BY = Annotated[str | None, typer.Option(help=GROUPED, metavar="COLUMN")]
 def search_command(
     index: SEARCHED_INDEX,
     queries: Annotated[
-        list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)
-    ],
+        list[str] | None, typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option("--in", metavar="URL", help=STORE, show_default=False)
+    ] = None,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     trust: TRUST = False,
@@ -68,12 +75,25 @@ def search_command(
     of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
+    from distap.apps.stores.copying import open_gallery, open_store
     from distap.world import joined_world
 
     with joined_world() as world:
         set_up_logging(world.rank)
-        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
-        results = list(searcher.search(queries_from(queries, searcher.index), top, where, group))
+        texts = list(queries or ())
+        gallery: Any = index
+        if store is not None:
+            texts = [str(index), *texts]
+            gallery = open_gallery(open_store(store), store)
+        if not texts or (store is not None and output is not None):
+            raise DistapError(
+                "command.conflict",
+                "give at least one query, and --output for an index alone: a store has no pictures",
+            )
+        searcher = open_searcher(
+            gallery, checkpoint, whitening, world=world, best=best, trust=trust
+        )
+        results = list(searcher.search(queries_from(texts, searcher.index), top, where, group))
     if output is not None:  # first, since printing may fail
         write_search_page(output, results, searcher.index, open_thumbnails(searcher.index, images))
     if as_json:
@@ -87,6 +107,55 @@ def search_command(
         print_result(f"page: {output}")
     if any(result.problem for result in results):
         raise typer.Exit(FAILED)
+
+
+TABLE = "File to write: .parquet or .csv; with --duplicates, .json."
+DUPLICATES = "Write groups of images that are at least so similar, such as 0.98."
+DUPLICATES_PAGE = "HTML file that shows the largest groups of --duplicates."
+OF_EACH = "Search for each value of this column, such as product, in place of each image."
+
+
+def neighbours_command(
+    index: SEARCHED_INDEX,
+    output: Annotated[Path, typer.Option(help=TABLE, show_default=False)],
+    k: Annotated[
+        int, typer.Option("--k", "-k", help="Number of neighbours of each image.", min=1)
+    ] = 20,
+    group: Annotated[str | None, typer.Option(help=OF_EACH, metavar="COLUMN")] = None,
+    duplicates: Annotated[
+        float | None, typer.Option(help=DUPLICATES, metavar="SIMILARITY", show_default=False)
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help=DUPLICATES_PAGE, show_default=False)] = None,
+    images: INDEXED_IMAGES = None,
+) -> None:
+    """Find the nearest other images of every image of an index, or groups of near duplicates.
+
+    The table has the columns `key`, `neighbour`, `rank` from 1 and `similarity`. The JSON of
+    --duplicates has `groups`: lists of keys, the longest first.
+    """
+    expected = (".json",) if duplicates is not None else (".parquet", ".csv")
+    if output.suffix not in expected or (page is not None and duplicates is None):
+        raise DistapError(
+            "command.conflict",
+            f"--output {output}: expected a file {' or '.join(expected)} here; --page and .json are"
+            " for --duplicates",
+        )
+    from distap.apps import neighbours
+    from distap.retrieval.stored_index import read_index
+
+    set_up_logging(0)
+    opened = read_index(index)
+    if duplicates is None:
+        table = neighbours.neighbours_of_all(opened, k, group)
+        neighbours.write_neighbours(output, table)
+        print_result(f"{output}: {len(table.rank):,} neighbours of {len(set(table.names)):,}")
+        return
+    groups = neighbours.near_duplicates(opened, duplicates)
+    neighbours.write_duplicates(output, opened, groups, duplicates)
+    if page is not None:
+        neighbours.write_duplicates_page(page, opened, groups, images)
+    count = sum(map(len, groups))
+    print_result(f"{output}: {len(groups):,} groups of {count:,} near duplicates")
 
 
 def serve_command(

@@ -6,8 +6,8 @@ A condition is a text such as `category=shoes`, `price<=50` or `size in 38,39`.
 import csv
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,27 @@ ORDERS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.
 _CONDITION = re.compile(r"(.+?)\s*(<=|>=|!=|=|<|>|\sin\s)\s*(.*)", re.DOTALL)
 # 007 is a code, and no number
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?")
+
+
+class Condition(NamedTuple):
+    """A condition on a column: one of several values, none of them (!=), or a range."""
+
+    column: str
+    sign: str  # of ORDERS, or =, != or in
+    values: tuple[str, ...]
+    numbers: tuple[float, ...]  # those of the values that are numbers
+    is_numeric: bool  # whether the column is
+
+    @property
+    def is_range(self) -> bool:
+        return self.sign in ORDERS
+
+
+def _unknown_column(name: str, columns: Collection[str], data: str) -> DistapError:
+    return DistapError(
+        "search.unknown_column",
+        f"{name!r}: the index of {data} has no such column: {suggestion(name, columns)}",
+    )
 
 
 class ImageColumns:
@@ -45,10 +66,15 @@ class ImageColumns:
         Raises:
             DistapError: a column is unknown, a condition is none, or a range is of texts.
         """
-        conditions = list(_conditions(where))
-        if not conditions:
+        if not where:
             return None
-        masks = [self._mask(*condition) for condition in conditions]
+        types = {
+            name: "text" if self.numbers(name) is None else "number"
+            for name in dict.fromkeys(name for name, _, _ in _conditions(where))
+        }
+        masks = [
+            self._mask(condition) for condition in conditions_of(where, types, self._images.data)
+        ]
         return np.flatnonzero(np.logical_and.reduce(masks))
 
     def groups(self, name: str) -> NDArray[np.int64]:
@@ -83,33 +109,41 @@ class ImageColumns:
 
     def _column(self, name: str) -> Texts:
         if name not in self._texts:
-            raise DistapError(
-                "search.unknown_column",
-                f"{name!r}: the index of {self._images.data} has no such column:"
-                f" {suggestion(name, list(self._texts))}",
-            )
+            raise _unknown_column(name, self._texts, self._images.data)
         return self._texts[name]
 
-    def _mask(self, name: str, sign: str, values: Sequence[str]) -> NDArray[np.bool_]:
-        texts = self._column(name)
-        numbers = self.numbers(name)
-        wanted = [float(value) for value in values if _NUMBER.fullmatch(value)]
-        if sign in ORDERS:
-            if numbers is None or len(wanted) != 1:
-                reason = f"{values[0]!r} is no number"
-                if wanted:
-                    reason = "the column holds texts"
-                raise DistapError(
-                    "search.no_number",
-                    f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`",
-                )
-            mask: NDArray[np.bool_] = ORDERS[sign](numbers, wanted[0])
-            return mask
-        # 50 and 50.0 are one number and two texts.
-        mask = np.isin(texts, np.array([composed(value) for value in values], np.str_))
-        if numbers is not None:
-            mask |= np.isin(numbers, wanted)
-        return ~mask if sign == "!=" else mask
+    def _mask(self, condition: Condition) -> NDArray[np.bool_]:
+        texts = self._column(condition.column)
+        numbers = self.numbers(condition.column)
+        if numbers is None:
+            mask = np.isin(texts, np.array(condition.values, np.str_))
+        elif condition.is_range:
+            mask = ORDERS[condition.sign](numbers, condition.numbers[0])
+        else:
+            mask = np.isin(numbers, condition.numbers)
+            if "" in condition.values:
+                mask |= np.isnan(numbers)
+        return ~mask if condition.sign == "!=" else mask
+
+
+def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator[Condition]:
+    """Yield the conditions on columns of these types, `text` or `number`.
+
+    Raises:
+        DistapError: a column is unknown, a condition is none, or a range is of texts.
+    """
+    for name, sign, values in _conditions(where):
+        if name not in types:
+            raise _unknown_column(name, types, data)
+        is_numeric = types[name] == "number"
+        numbers = [float(value) for value in values if _NUMBER.fullmatch(value)]
+        if sign in ORDERS and not (is_numeric and len(numbers) == 1):
+            reason = "the column holds texts" if numbers else f"{values[0]!r} is no number"
+            raise DistapError(
+                "search.no_number",
+                f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`",
+            )
+        yield Condition(name, sign, tuple(map(composed, values)), tuple(numbers), is_numeric)
 
 
 def _conditions(where: Where) -> Iterable[tuple[str, str, list[str]]]:

@@ -241,9 +241,10 @@ def test_a_page_is_written_though_nobody_reads_the_table(tmp_path, gallery):
 
 def test_an_index_of_images_that_are_too_large_is_refused(tmp_path, gallery):
     shutil.copytree(gallery.index, tmp_path / "index")
-    record = json.loads((tmp_path / "index/about.json").read_text())
+    about = tmp_path / "index/generations/000001/about.json"
+    record = json.loads(about.read_text())
     record["described_by"]["sizing"] = "crop 30000"
-    (tmp_path / "index/about.json").write_text(json.dumps(record))
+    about.write_text(json.dumps(record))
     with pytest.raises(
         DistapError, match=r"about\.json.*`crop 30000`: more than 100,000,000 pixels"
     ):
