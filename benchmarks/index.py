@@ -36,7 +36,7 @@ def index_command(
     images: Annotated[int, typer.Option(help="Descriptors in the index.", min=100)] = 100_000,
     dimensions: Annotated[int, typer.Option(help="Of a descriptor.", min=2)] = 512,
     added: Annotated[int, typer.Option(help="Descriptors that an update adds.", min=1)] = 100,
-    removed: Annotated[int, typer.Option(help="Descriptors that it removes.", min=1)] = 1000,
+    removed: Annotated[int, typer.Option(help="Descriptors that it removes.", min=0)] = 1000,
     kind: Annotated[str, typer.Option(help=KIND)] = "flat",
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
     kills: Annotated[int, typer.Option(help="Updates to kill at a random time.", min=0)] = 20,

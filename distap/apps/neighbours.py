@@ -18,7 +18,7 @@ from distap.retrieval.searching import Hit, SearchIndex
 from distap.storage.atomic import write_whole
 from distap.telemetry.terminal import track
 
-QUERIES = 256  # that are searched for at once
+SEARCHED_AT_ONCE = 256  # that are searched for at once
 FIRST_K = 8  # hits that are looked at for duplicates at first; then four times as many
 SHOWN_GROUPS = 100  # of near duplicates, on a page
 
@@ -46,6 +46,7 @@ def neighbours_of_all(index: SearchIndex, k: int, group: str | None = None) -> N
     for places, block in _blocks(index, "searching"):
         similarities, rows = index.ranked(block, k + 1, group=group)
         query_groups = groups[places]
+        # One hit more than wanted, since each image or product finds itself.
         values_of_block, hits = without_rows(similarities, of_hit[rows], query_groups)
         queries.append(np.repeat(query_groups, hits.shape[1]))
         others.append(hits.ravel())
@@ -59,6 +60,7 @@ def neighbours_of_all(index: SearchIndex, k: int, group: str | None = None) -> N
     is_first = np.r_[True, (pairs[1:] != pairs[:-1]).any(axis=1)][: len(order)]
     order = order[is_first]
     order = order[np.lexsort((neighbour[order], -similarity[order], query[order]))]
+    # Within the neighbours of a query, the place is the rank.
     starts = np.searchsorted(query[order], query[order])
     rank = np.arange(len(order)) - starts + 1
     chosen = order[rank <= k]
@@ -82,9 +84,9 @@ def _names(index: SearchIndex, groups: NDArray[np.int64], group: str | None) -> 
 
 
 def _blocks(index: SearchIndex, description: str) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-    numbers = QUERIES * index.index.d
+    numbers = SEARCHED_AT_ONCE * index.index.d
     blocks = row_blocks(index.images.descriptors, numbers=numbers)
-    yield from track(blocks, description, -(-len(index) // QUERIES))
+    yield from track(blocks, description, -(-len(index) // SEARCHED_AT_ONCE))
 
 
 def write_neighbours(path: Path, neighbours: Neighbours) -> None:
@@ -124,8 +126,10 @@ def near_duplicates(index: SearchIndex, threshold: float) -> list[list[int]]:
     """
     above = np.arange(len(index))  # a row of the same group; the first row of a group is its own
 
+    # Union-find: each row points to one above, and the uppermost stands for its group.
     def first_of(row: int) -> int:
         while above[row] != row:
+            # halves the way for the next one that goes it
             above[row] = above[above[row]]
             row = int(above[row])
         return row

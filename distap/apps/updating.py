@@ -224,7 +224,8 @@ def _described(
         logger.warning("%s: left out: %s: %s", images.name, images.keys[sample], reason)
     before = index.images
     row_of = changes.row_of[samples]
-    # A list that lacks a column, or a folder that has no classes, leaves them as they are.
+    # What is not said is not taken away: a list that lacks a column, or a folder that has no
+    # classes, leaves those of a replaced image as they are.
     classes = images.classes[samples]
     columns = {name: texts[samples] for name, texts in images.index.further.items()}
     columns |= {

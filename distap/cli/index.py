@@ -106,7 +106,8 @@ def index_command(
 
 
 def _copy(folder: Path, to: str, as_json: bool) -> None:
-    from distap.apps.stores.copying import copy_index, open_store
+    from distap.apps.stores.copying import copy_index
+    from distap.apps.stores.opening import open_store
     from distap.apps.stores.pgvector import write_pgvector
     from distap.retrieval.stored_index import read_index
 

@@ -15,6 +15,7 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 
 if TYPE_CHECKING:
     from distap.apps.search import Query
+    from distap.apps.stores.copying import StoreGallery
 
 SEARCHED_INDEX = Annotated[
     Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)
@@ -40,7 +41,7 @@ CONDITION = (
     "Search only images of which a column of their list fulfils this: category=shoes, price<=50,"
     " 'size in 38,39'. Repeat for several conditions, which must all hold."
 )
-CONDITIONS = Annotated[list[str] | None, typer.Option(help=CONDITION, metavar="CONDITION")]
+WHERE = Annotated[list[str] | None, typer.Option(help=CONDITION, metavar="CONDITION")]
 GROUPED = "Find the best image of each value of this column, such as product."
 GROUP_BY = Annotated[str | None, typer.Option(help=GROUPED, metavar="COLUMN")]
 
@@ -60,7 +61,7 @@ def search_command(
     top: Annotated[
         int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)
     ] = 10,
-    where: CONDITIONS = None,
+    where: WHERE = None,
     group: GROUP_BY = None,
     images: INDEXED_IMAGES = None,
     output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
@@ -75,7 +76,6 @@ def search_command(
     of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
-    from distap.apps.stores.copying import open_gallery, open_store
     from distap.world import joined_world
 
     with joined_world() as world:
@@ -84,12 +84,9 @@ def search_command(
         gallery: Any = index
         if store is not None:
             texts = [str(index), *texts]
-            gallery = open_gallery(open_store(store), store)
-        if not texts or (store is not None and output is not None):
-            raise DistapError(
-                "command.conflict",
-                "give at least one query, and --output for an index alone: a store has no pictures",
-            )
+            gallery = _store_to_search(store, output)
+        if not texts:
+            raise DistapError("command.conflict", f"{index}: give at least one query behind it")
         searcher = open_searcher(
             gallery, checkpoint, whitening, world=world, best=best, trust=trust
         )
@@ -109,15 +106,25 @@ def search_command(
         raise typer.Exit(FAILED)
 
 
-TABLE = "File to write: .parquet or .csv; with --duplicates, .json."
+NEIGHBOURS_FILE = "File to write: .parquet or .csv; with --duplicates, .json."
 DUPLICATES = "Write groups of images that are at least so similar, such as 0.98."
 DUPLICATES_PAGE = "HTML file that shows the largest groups of --duplicates."
 OF_EACH = "Search for each value of this column, such as product, in place of each image."
 
 
+def _store_to_search(url: str, output: Path | None) -> "StoreGallery":
+    if output is not None:
+        raise DistapError(
+            "command.conflict", f"--output {output}: a store has no pictures: search in an index"
+        )
+    from distap.apps.stores.opening import open_gallery, open_store
+
+    return open_gallery(open_store(url), url)
+
+
 def neighbours_command(
     index: SEARCHED_INDEX,
-    output: Annotated[Path, typer.Option(help=TABLE, show_default=False)],
+    output: Annotated[Path, typer.Option(help=NEIGHBOURS_FILE, show_default=False)],
     k: Annotated[
         int, typer.Option("--k", "-k", help="Number of neighbours of each image.", min=1)
     ] = 20,

@@ -83,8 +83,10 @@ class ImageColumns:
             texts = self._column(name)
             names, numbers = np.unique(texts, return_inverse=True)
             empty = np.flatnonzero(texts == "")
+            # Images of no product are not images of one product.
             numbers[empty] = len(names) + np.arange(len(empty))
-            self._groups[name] = numbers.astype(np.int64)
+            # without gaps, so that the highest number tells how many there are
+            self._groups[name] = np.unique(numbers, return_inverse=True)[1].astype(np.int64)
         return self._groups[name]
 
     def cells(self, row: int) -> dict[str, Cell]:

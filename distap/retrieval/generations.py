@@ -83,7 +83,8 @@ def write_generation(folder: Path, write: Callable[[Path], None], check: Callabl
     if (folder / CURRENT_FILE).exists():
         current = int(current_generation(folder).name)
     new = generations / f"{current + 1:06d}"
-    shutil.rmtree(new, ignore_errors=True)  # of a writer that was killed
+    # The name is free, but for what a writer that was killed has left under it.
+    shutil.rmtree(new, ignore_errors=True)
     try:
         make_folder(new)
         write(new)
@@ -92,6 +93,7 @@ def write_generation(folder: Path, write: Callable[[Path], None], check: Callabl
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+    # Files that a reader has mapped stay on the disk until it closes them.
     for path in sorted(generations.iterdir())[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     return checked

@@ -164,7 +164,8 @@ class SearchIndex:
         groups = None if group is None else self.columns.groups(group)
         available = len(self) if rows is None else len(rows)
         if groups is not None:
-            k = min(k, len(np.unique(groups if rows is None else groups[rows])))
+            count = int(groups.max()) + 1 if rows is None else len(np.unique(groups[rows]))
+            k = min(k, count)
         k = min(k, available)
         if k < 1 or not len(queries):
             return np.zeros((len(queries), 0), np.float32), np.zeros((len(queries), 0), np.int64)
@@ -208,11 +209,15 @@ class SearchIndex:
             similarities, numbers = self.index.search(queries, k, params=parameters)
             if (numbers >= 0).all():
                 return similarities, self._rows_of(numbers)
-        similarities, places = nearest(queries, TakenRows(values, rows), k)
+        chosen: Any = TakenRows(values, rows)
+        if len(rows) <= EXACT_ROWS:
+            chosen = np.asarray(chosen[:], np.float32)
+        similarities, places = FlatRows(chosen).search(queries, k)
         return similarities, rows[places]
 
     def _rows_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of an index's numbers; -1 stays."""
+        # Numbers ascend with the rows, since new ones are only added at the end.
         rows = numbers
         if self.ids is not None:
             rows = np.where(numbers < 0, -1, np.searchsorted(self.ids, numbers))

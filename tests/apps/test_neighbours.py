@@ -18,7 +18,7 @@ from distap.retrieval.stored_index import write_index
 def gallery():
     images = clustered(300, 16, 30)
     generator = np.random.default_rng(3)
-    # 40 copies of an image, of which each must find all the others, and pairs
+    # 40 copies of an image, of which each must find all the nearest, and pairs
     values = images.descriptors.copy()
     values[100:140] = values[100]
     values[200:210] = values[210:220]
@@ -43,16 +43,16 @@ def test_each_product_has_the_nearest_other_products(gallery):
     similarities = gallery.descriptors.astype(np.float64) @ gallery.descriptors.T
     products = gallery.columns["product"]
     for number, name in enumerate(table.names):
-        own = products == name
-        others = {
-            other: similarities[np.ix_(own, products == other)].max()
-            for other in set(products.tolist()) - {name}
+        members = products == name
+        nearest = {
+            product: similarities[np.ix_(members, products == product)].max()
+            for product in set(products.tolist()) - {name}
         }
-        expected = sorted(others.values(), reverse=True)[:4]
+        expected = sorted(nearest.values(), reverse=True)[:4]
         rows = table.query == number
         np.testing.assert_allclose(table.similarity[rows], expected, atol=1e-6)
         for other, value in zip(table.neighbour[rows], table.similarity[rows], strict=True):
-            assert others[table.names[other]] == pytest.approx(value, abs=1e-6)
+            assert nearest[table.names[other]] == pytest.approx(value, abs=1e-6)
 
 
 def test_duplicates_are_the_components_of_similar_pairs(gallery):

@@ -9,7 +9,8 @@ from commands import distap
 from postprocessing_reference import clustered
 from raising import raises
 
-from distap.apps.stores.copying import copy_index, open_gallery, open_store
+from distap.apps.stores.copying import copy_index
+from distap.apps.stores.opening import open_gallery, open_store
 from distap.retrieval.changing import changed_index
 from distap.retrieval.generations import updating
 from distap.retrieval.indexing import build_index

@@ -105,6 +105,7 @@ class Service:
         return served.answer(await self._found(search, read, k))
 
     async def picture(self, row: int, generation: str | None) -> bytes:
+        # A page of hits asks for pictures after a swap, so those of the generation before are kept.
         served = self._before
         if generation in (None, self.served.searcher.index.generation):
             served = self.served
@@ -186,7 +187,7 @@ CONDITIONS = Annotated[
     Query(description="Conditions that must all hold, such as category=shoes or price<=50."),
 ]
 NO_CONDITIONS: list[str] = []
-GROUP = Annotated[
+GROUPED_BY = Annotated[
     str | None, Query(description="Column: find the best image of each of its values.")
 ]
 UPLOAD_FIELDS = {"image": {"type": "string", "format": "binary", "description": "An image file."}}
@@ -251,7 +252,10 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         dependencies=known,
     )
     async def search_by_image(
-        request: Request, k: K = default_k, where: CONDITIONS = NO_CONDITIONS, group: GROUP = None
+        request: Request,
+        k: K = default_k,
+        where: CONDITIONS = NO_CONDITIONS,
+        group: GROUPED_BY = None,
     ) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
@@ -272,7 +276,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         ],
         k: K = default_k,
         where: CONDITIONS = NO_CONDITIONS,
-        group: GROUP = None,
+        group: GROUPED_BY = None,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
         return await service.by_key(key, k, where, group)

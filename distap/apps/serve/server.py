@@ -17,7 +17,7 @@ from distap.retrieval.stored_index import read_index
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import World, device_of
 
-LOOK_SECONDS = 1.0  # between looks at the name of the current generation
+SECONDS_BETWEEN_LOOKS = 1.0  # between looks at the name of the current generation
 
 try:
     import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
@@ -79,12 +79,14 @@ def serve(
 def _follow(folder: Path, service: Service, images: str | None, ending: Event) -> None:
     """Serve each new generation of the index, beside which the one before ends its requests."""
     unusable = ""
-    while not ending.wait(LOOK_SECONDS):
+    while not ending.wait(SECONDS_BETWEEN_LOOKS):
         name = unusable
         try:
             name = current_generation(folder).name
             if name in (unusable, service.served.searcher.index.generation):
                 continue
+            # Both generations are open from here to the end of the last request of the old one. Its
+            # rows are mapped, so this takes no second memory for descriptors.
             index = read_index(folder)
             describer = service.served.searcher.describer
             if describer is not None and describer.described_by not in index.makers:

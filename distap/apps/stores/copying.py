@@ -22,7 +22,7 @@ from distap.retrieval.searching import Hit, SearchIndex
 from distap.telemetry.terminal import track
 
 BATCH = 512  # rows that are written at once
-RESERVED = ("key", "class", "vector", "stamp")  # names in a store beside the list's columns
+STORE_NAMES = ("key", "class", "vector", "stamp")  # names in a store beside the list's columns
 
 
 class StoreRow(NamedTuple):
@@ -81,6 +81,7 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
     fixed = ("dimensions", "described_by", "columns", "kind")
     if before is None or any(before.get(name) != record[name] for name in fixed):
         store.create(record)
+    # Rows of a copy that was stopped have the stamps of what was written, and stay.
     stored = store.stamps()
     rows = [row for row in _rows(index) if stored.get(row.key) != row.stamp]
     batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
@@ -95,7 +96,7 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
 
 def _record(index: SearchIndex) -> dict[str, Any]:
     names = index.images.columns
-    taken = [name for name in names if name in RESERVED]
+    taken = [name for name in names if name in STORE_NAMES]
     if taken:
         raise DistapError(
             "index.reserved_column", f"the column {taken[0]} has a name that stores use: rename it"
@@ -112,6 +113,7 @@ def _record(index: SearchIndex) -> dict[str, Any]:
             name: "text" if index.columns.numbers(name) is None else "number" for name in names
         },
     }
+    # Through JSON, as stores keep it: a tuple would not equal the list that it becomes there.
     plain: dict[str, Any] = json.loads(json.dumps(record))
     return plain
 
@@ -126,6 +128,7 @@ def _rows(index: SearchIndex) -> Iterator[StoreRow]:
         columns = {name: cells.get(name) for name in images.columns}
         contents = json.dumps([class_name, columns]).encode()
         stamp = zlib.crc32(contents, zlib.crc32(vector.tobytes()))
+        # Without the generation, so that a row that stays the same is not written again.
         yield StoreRow(key, class_name, vector, stamp, columns)
 
 
@@ -173,35 +176,3 @@ class StoreGallery:
                 "index.no_such_key", f"the index of {self.data} has no image with the key {key!r}"
             )
         return vector
-
-
-def open_gallery(store: Store, where: str) -> StoreGallery:
-    """Open a store to search in it; raise a DistapError if no index was copied there."""
-    record = store.record()
-    if record is None:
-        raise DistapError(
-            "search.no_store", f"{where}: holds no index; `distap index INDEX --to {where}` copies"
-        )
-    return StoreGallery(store, record)
-
-
-def open_store(url: str) -> Store:
-    """Open `lancedb:PATH`, `qdrant:PATH` or `qdrant:http://HOST:6333`."""
-    kind, _, place = url.partition(":")
-    try:
-        if kind == "lancedb" and place:
-            from distap.apps.stores.lance import LanceStore
-
-            return LanceStore(place)
-        if kind == "qdrant" and place:
-            from distap.apps.stores.qdrant import QdrantStore
-
-            return QdrantStore(place)
-    except ImportError as error:
-        raise DistapError(
-            "package.missing", f"{url}: pip install 'distap[{kind}]' ({error})"
-        ) from error
-    raise DistapError(
-        "search.unknown_store",
-        f"{url}: expected lancedb:PATH, qdrant:PATH or qdrant:http://HOST:6333",
-    )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distap.apps.stores.copying import StoreHit, StoreRow
 from distap.retrieval.filters import Condition
 
-TABLE = "images"
+IMAGES_TABLE = "images"
 RECORDS = "distap"
 NOT_MORE = 2**31 - 1  # rows: all
 
@@ -27,7 +27,7 @@ class LanceStore:
 
     @property
     def _table(self) -> Any:
-        return self._database.open_table(TABLE)
+        return self._database.open_table(IMAGES_TABLE)
 
     def record(self) -> dict[str, Any] | None:
         if RECORDS not in self._database.list_tables().tables:
@@ -46,7 +46,8 @@ class LanceStore:
             "stamp": pyarrow.int64(),
             **{name: types[kind] for name, kind in record["columns"].items()},
         }
-        self._database.create_table(TABLE, schema=pyarrow.schema(fields), mode="overwrite")
+        self._database.create_table(IMAGES_TABLE, schema=pyarrow.schema(fields), mode="overwrite")
+        # Not of this generation yet, so that a copy that is stopped goes on.
         self._keep({**record, "generation": "", "files": ""})
 
     def _keep(self, record: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ class LanceStore:
             }
             for row in rows
         ]
+        # The key finds the row to replace, so that writing twice does no harm.
         merging = table.merge_insert("key").when_matched_update_all().when_not_matched_insert_all()
         merging.execute(pyarrow.Table.from_pylist(entries, schema=table.schema))
 
@@ -81,6 +83,7 @@ class LanceStore:
             table.create_index(metric="dot", index_type="IVF_HNSW_SQ", replace=True)
         elif record["kind"] != "flat":
             table.create_index(metric="dot", index_type="IVF_PQ", replace=True)
+        # Rows that were merged lie in small fragments, which the index does not cover yet.
         table.optimize()
         self._keep(record)
 
@@ -118,6 +121,7 @@ def _sql(condition: Condition) -> str:
     values = [str(value) for value in condition.numbers]
     if not condition.is_numeric:
         values = list(map(_quoted, condition.values))
+    # SQL compares nothing with NULL, which an empty cell is.
     if condition.is_range:
         return f"{name} {condition.sign} {values[0]}"
     listed = f"{name} IN ({', '.join(values)})" if values else "FALSE"

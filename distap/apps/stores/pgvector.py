@@ -10,7 +10,7 @@ from distap.retrieval.filters import Cell
 from distap.retrieval.searching import SearchIndex
 from distap.storage.atomic import replacing
 
-TABLE = "distap_images"
+SQL_TABLE = "distap_images"
 # The kinds of pgvector for ours; a flat index needs none.
 INDEXES = {"hnsw": "hnsw", "flat": ""}
 _ESCAPED = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
@@ -32,9 +32,10 @@ def write_pgvector(path: Path, index: SearchIndex) -> None:
         def line(text: str) -> None:
             file.write(f"{text}\n".encode())
 
+        # One transaction: searches see the old rows until the new ones are complete.
         line("CREATE EXTENSION IF NOT EXISTS vector;\nBEGIN;")
-        line(f"DROP TABLE IF EXISTS {TABLE};\nCREATE TABLE {TABLE} ({fields});")
-        line(f"COPY {TABLE} FROM STDIN;")
+        line(f"DROP SQL_TABLE IF EXISTS {SQL_TABLE};\nCREATE SQL_TABLE {SQL_TABLE} ({fields});")
+        line(f"COPY {SQL_TABLE} FROM STDIN;")
         for row, key in enumerate(images.keys.tolist()):
             cells = index.columns.cells(row)
             vector = np.array(images.descriptors[row], np.float32).tolist()
@@ -43,8 +44,10 @@ def write_pgvector(path: Path, index: SearchIndex) -> None:
             line("\t".join([*texts, str(vector).replace(" ", "")]))
         line("\\.")
         if method:
-            line(f"CREATE INDEX ON {TABLE} USING {method} (vector vector_ip_ops);")
-        line(f"COMMENT ON TABLE {TABLE} IS 'distap generation {index.generation}';\nCOMMIT;")
+            line(f"CREATE INDEX ON {SQL_TABLE} USING {method} (vector vector_ip_ops);")
+        line(
+            f"COMMENT ON SQL_TABLE {SQL_TABLE} IS 'distap generation {index.generation}';\nCOMMIT;"
+        )
 
 
 def _name(column: str) -> str:

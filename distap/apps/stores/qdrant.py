@@ -21,6 +21,7 @@ class QdrantStore:
     """A collection of images, and one with the record. See `Store`."""
 
     def __init__(self, place: str) -> None:
+        # The local mode locks its folder until the client is closed.
         is_server = place.startswith(("http://", "https://"))
         self._client = QdrantClient(url=place) if is_server else QdrantClient(path=place)
         atexit.register(self._client.close)

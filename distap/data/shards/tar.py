@@ -78,6 +78,7 @@ def columns_member(columns: Iterable[tuple[str, str]]) -> bytes:
 
 def _columns(data: bytes) -> dict[str, str]:
     """Return the columns in a member of `columns_member`; none in those of other makers."""
+    # Captions and the like of other makers would make an index as wide as the longest one.
     if not data.startswith(COLUMNS_START):
         return {}
     columns = parsed_json(data, dict)["columns"]
