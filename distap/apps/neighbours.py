@@ -42,7 +42,9 @@ def neighbours_of_all(index: SearchIndex, k: int, group: str | None = None) -> N
     """
     groups = np.arange(len(index)) if group is None else index.columns.groups(group)
     of_hit = np.append(groups, -1)  # a hit of -1 is none
-    queries, others, values = [], [], []
+    queries = list[NDArray[np.int64]]()
+    others = list[NDArray[np.int64]]()
+    values = list[NDArray[np.float32]]()
     for places, block in _blocks(index, "searching"):
         similarities, rows = index.ranked(block, k + 1, group=group)
         query_groups = groups[places]
@@ -51,7 +53,9 @@ def neighbours_of_all(index: SearchIndex, k: int, group: str | None = None) -> N
         queries.append(np.repeat(query_groups, hits.shape[1]))
         others.append(hits.ravel())
         values.append(values_of_block.ravel())
-    query, neighbour, similarity = map(np.concatenate, (queries, others, values))
+    query = np.concatenate(queries)
+    neighbour = np.concatenate(others)
+    similarity = np.concatenate(values)
 
     # Several images of a product may have found the same one: its best hit comes first.
     order = np.lexsort((-similarity, neighbour, query))

@@ -121,8 +121,10 @@ def _copy(folder: Path, to: str, as_json: bool) -> None:
     if as_json:
         print_json(counts)
         return
-    text = "{written:,} images written, {deleted:,} deleted; it holds {images:,}"
-    print_result(f"{to}: {text.format(**counts)}")
+    print_result(
+        f"{to}: {counts['written']:,} images written, {counts['deleted']:,} deleted; it holds"
+        f" {counts['images']:,}"
+    )
 
 
 def _print_update(folder: Path, result: dict[str, Any], dry: bool, as_json: bool) -> None:

@@ -21,6 +21,11 @@ def open_store(url: str) -> Store:
         raise DistapError(
             "package.missing", f"{url}: pip install 'distap[{kind}]' ({error})"
         ) from error
+    except Exception as error:  # each client raises its own kinds
+        raise DistapError(
+            "search.store_unreachable",
+            f"{url}: cannot be opened: {error}; is it running, or in use?",
+        ) from error
     raise DistapError(
         "search.unknown_store",
         f"{url}: expected lancedb:PATH, qdrant:PATH or qdrant:http://HOST:6333",

@@ -69,6 +69,7 @@ def test_no_answer_fails_through_ten_swaps_and_memory_stays_flat(tmp_path, galle
             memory.append(resident(job.process.pid))
         client.ending.set()
         client.join()
+        print(f"{len(client.answers)} answers; resident MB: {[size // 10**6 for size in memory]}")
         assert {*client.answers} == {200} and len(client.answers) > 3 * SWAPS
         assert memory[-1] - memory[1] < GROWTH, memory
 
