@@ -27,6 +27,7 @@ BENCHMARKS = {
     "towers": "benchmarks.towers.command:TowersBenchmark",
     "gpu": "benchmarks.gpu:GPUBenchmark",
     "serve": "benchmarks.serve:serve_command",
+    "index": "benchmarks.index:index_command",
     "trace": "benchmarks.trace:TraceBenchmark",
     "plan": "benchmarks.plan.command:plan_command",
     "coverage": "benchmarks.coverage:coverage_command",

@@ -10,7 +10,7 @@ import numpy as np
 
 from distap.config.evaluation_sections import MEAN, MERGED
 from distap.data.images.damage import DamagedImageError
-from distap.data.loading.reader import ImageSet
+from distap.data.loading.reader import LISTS, ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
 from distap.errors import DistapError, logger
@@ -20,7 +20,6 @@ from distap.storage.locations import part_of
 # Names of folders.
 TRAIN = ("train", "training")
 TEST = ("test", "validation", "val", "valid")
-LISTS = (".csv", ".tsv")  # of images, which `distap data pack` reads
 
 # If there is no set to evaluate on, this share of the classes is held out, if they are enough.
 HELD_OUT = 0.25

@@ -1,27 +1,29 @@
 """Search an index by images or keys, for `distap search` and `distap serve`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, cast
 
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail, thumbnails_of
-from distap.data.loading.reader import open_images
+from distap.data.loading.reader import ImageSet, open_images
 from distap.data.shards.index import index_of_folder
 from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
-from distap.retrieval.indexing import Hit, SearchIndex, read_index
+from distap.retrieval.descriptor_files import DescribedBy
+from distap.retrieval.filters import Where
+from distap.retrieval.searching import Hit, SearchIndex, rows_of_keys
+from distap.retrieval.stored_index import read_index
 from distap.storage.locations import parse_source
-from distap.storage.names import Names
+from distap.storage.names import composed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from distap.apps.stores.copying import StoreGallery
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.world import World
 
@@ -49,8 +51,12 @@ class Searcher:
     # Decodes in another process, as the describer would.
     pixels_of: "Callable[[bytes], Tensor] | None" = None
 
-    def by_image(self, image: bytes, k: int) -> list[Hit]:
+    def by_image(
+        self, image: bytes, k: int, where: Where = None, group: str | None = None
+    ) -> list[Hit]:
         """Return at most k images of the gallery, those most similar to an image file first.
+
+        `SearchIndex.search` explains `where` and `group`.
 
         Raises:
             DamagedImageError: the image cannot be decoded or is too large.
@@ -64,33 +70,26 @@ class Searcher:
             pixels = self.pixels_of(image)
         else:
             pixels = self.describer.sizing(EncodedImage(image))
-        return self.index.search(self.describer.describe_pixels([pixels], 1).numpy(), k)[0]
+        descriptors = self.describer.describe_pixels([pixels], 1).numpy()
+        return self.index.search(descriptors, k, where=where, group=group)[0]
 
-    def by_key(self, key: str, k: int) -> list[Hit]:
+    def by_key(self, key: str, k: int, where: Where = None, group: str | None = None) -> list[Hit]:
         """Return the k images most similar to the gallery's image of this key, without itself."""
-        row = self.index.row_of(key)
-        try:
-            descriptor = self.index.descriptor(row)
-        except RuntimeError as error:
-            kind = self.index.about["index"]["kind"]
-            raise DistapError(
-                "search.no_descriptor",
-                f"an index of kind {kind} has no descriptor of {key!r}: search by the image",
-            ) from error
-        # An index that keeps codes gives an approximation, whose length is not 1.
-        descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
+        descriptor = self.index.descriptor_of(key)
         # k + 1, because the image itself is among them, though not always first.
-        hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
-        return [hit for hit in hits if hit.row != row][:k]
+        hits = self.index.search(descriptor, k + 1, where=where, group=group)[0]
+        return [hit for hit in hits if composed(hit.key) != composed(key)][:k]
 
-    def search(self, queries: Sequence[Query], k: int) -> Iterator[Query]:
+    def search(
+        self, queries: Sequence[Query], k: int, where: Where = None, group: str | None = None
+    ) -> Iterator[Query]:
         """Yield each query with its hits, or with the problem of an unusable file."""
         for query in queries:
             try:
                 if query.file is None:
-                    hits = self.by_key(query.key, k)
+                    hits = self.by_key(query.key, k, where, group)
                 else:
-                    hits = self.by_image(query.file.read_bytes(), k)
+                    hits = self.by_image(query.file.read_bytes(), k, where, group)
                 yield replace(query, hits=hits)
             except DamagedImageError as error:
                 yield replace(query, problem=str(error))
@@ -99,7 +98,7 @@ class Searcher:
 
 
 def open_searcher(
-    index: Path,
+    index: "Path | SearchIndex | StoreGallery",
     checkpoint: Path | str | None = None,
     whitening: Path | None = None,
     *,
@@ -107,7 +106,7 @@ def open_searcher(
     best: bool = False,
     trust: bool = False,
 ) -> Searcher:
-    """Open an index with the network and the whitening that described its images.
+    """Open an index, or take an opened one, with what described its images.
 
     If several networks did, any of them describes the queries.
 
@@ -117,15 +116,36 @@ def open_searcher(
         best: take a run folder's best checkpoint instead of its newest.
         trust: let the network's record name classes that are not distap's.
     """
-    opened = read_index(index)
-    networks = opened.networks
-    makers = (opened.described_by,) if networks is None else networks.described_by
+    opened = read_index(index) if isinstance(index, Path) else index
     if checkpoint is None:
-        return Searcher(opened)
+        return Searcher(cast(SearchIndex, opened))
+    where = index if isinstance(index, Path) else opened.data
+    describer = describer_of(
+        opened.makers, checkpoint, whitening, world=world, best=best, trust=trust, where=where
+    )
+    # A store answers as an index does, but for rows and groups.
+    return Searcher(cast(SearchIndex, opened), describer)
+
+
+def describer_of(
+    makers: Sequence[DescribedBy],
+    checkpoint: Path | str,
+    whitening: Path | None,
+    *,
+    world: "World",
+    best: bool,
+    trust: bool,
+    where: Path | str,
+) -> "ImageDescriber":
+    """Return what describes images as one of the makers did; see `open_searcher`.
+
+    Args:
+        where: the index, for messages.
+    """
     if whitening is None and all(maker.whitening is not None for maker in makers):
         raise DistapError(
             "descriptors.whitening_missing",
-            f"{index}: its images were described with a whitening: name its file with --whitening",
+            f"{where}: its images were described with a whitening: name its file with --whitening",
         )
     # Imported here, since keys need no network.
     from distap.evaluation.extraction.image_describer import describer_like, maker_of
@@ -134,39 +154,58 @@ def open_searcher(
 
     _, network = trained_network(checkpoint, world, best, trusted=trust)
     learned = None if whitening is None else load_whitening(whitening)
-    return Searcher(opened, describer_like(maker_of(makers, network, learned), network, learned))
+    return describer_like(maker_of(makers, network, learned), network, learned)
 
 
-def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Thumbnails of the images of an index, by row; None for one that has none."""
+
+    rows: Container[int]  # that have an image
+    thumbnails: Thumbnails
+
+    def __call__(self, row: int) -> bytes | None:
+        return self.thumbnails(row)
+
+
+def open_thumbnails(index: SearchIndex, source: str | None = None) -> Pictures:
     """Return a maker of thumbnails by row of the index; warn if images are missing.
 
     Args:
-        source: the data set; None for the place from which its images were described.
+        source: the data set; None for the places from which its images were described.
     """
-    where = source or index.data
-    try:
-        images = open_images(where)
-    except DistapError as error:
-        logger.warning(
-            "hits are shown without pictures: %s; name the data set with --images", error
-        )
-        return lambda row: None
-    numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
-    names = Names(numbers)
-    keys = {row: names.known_as(key) for key, row in index.rows.items()}
-    sample_of = {row: numbers[key] for row, key in keys.items() if key in numbers}
-    missing = len(index) - len(sample_of)
-    if missing:
+    places: dict[int, tuple[ImageSet, int]] = {}
+    # The latest place that has an image is the one that it was described from.
+    sources = index.images.sources if source is None else (source,)
+    opened = list[str]()
+    for where in sources:
+        try:
+            images = open_images(where)
+        except DistapError as error:
+            logger.warning(
+                "hits are shown without pictures: %s; name the data set with --images", error
+            )
+            continue
+        opened.append(where)
+        rows = rows_of_keys(index, images.keys.tolist()).tolist()
+        places |= {row: (images, sample) for sample, row in enumerate(rows) if row >= 0}
+    missing = len(index) - len(places)
+    if missing and opened:
         logger.warning(
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the"
             " indexed data set?",
-            where,
+            ", ".join(opened),
             missing,
             len(index),
         )
-    return thumbnails_of(
-        lambda row: images.encoded(sample_of[row]) if row in sample_of else None, THUMBNAIL
-    )
+
+    def encoded(row: int) -> EncodedImage | None:
+        if row not in places:
+            return None
+        images, sample = places[row]
+        return images.encoded(sample)
+
+    return Pictures(places, thumbnails_of(encoded, THUMBNAIL))
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
@@ -181,7 +220,7 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
             is_file = path.is_file()
         if text.startswith(KEY_PREFIX):
             key = text.removeprefix(KEY_PREFIX)
-            index.row_of(key)
+            index.descriptor_of(key)
             queries.append(Query(text, key=key))
         elif is_folder:
             names = index_of_folder(parse_source(path), labelled=False).key.tolist()

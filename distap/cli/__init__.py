@@ -6,13 +6,14 @@ import typer
 
 from distap.cli.compare import compare_command
 from distap.cli.data import data
-from distap.cli.descriptors import extract_command, index_command, whiten_command
+from distap.cli.descriptors import extract_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
+from distap.cli.index import index_command
 from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.runs import runs_command
-from distap.cli.search import search_command, serve_command
+from distap.cli.search import neighbours_command, search_command, serve_command
 from distap.cli.train import report_command, train_command
 from distap.cli.tune import tune_command
 
@@ -30,6 +31,7 @@ for command in (
     whiten_command,
     index_command,
     search_command,
+    neighbours_command,
     serve_command,
     report_command,
     runs_command,

@@ -1,4 +1,4 @@
-"""`distap extract` writes descriptors; `distap whiten` and `distap index` read them."""
+"""`distap extract` writes descriptors; `distap whiten` reads them."""
 
 import os
 import sys
@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from distap.cli import options
-from distap.cli.options import JSON, print_json
-from distap.telemetry.terminal import print_result, print_warning, set_up_logging, track
+from distap.telemetry.terminal import print_result, print_warning, set_up_logging
 
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
 EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
@@ -21,16 +20,11 @@ METHOD = (
     "Scale principal components (pca), or shrink directions in which images of one class differ"
     " (lw)."
 )
-KIND = (
-    "Kind of index: flat (exact), hnsw (fastest at high recall), or Faiss's string, such as"
-    " OPQ64,IVF4096,PQ64."
-)
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
 ONLY_MISSING = (
     "Folder of an earlier extraction, by a network whose descriptors are compatible with those of"
     " this one: take over its rows, and describe only the images that it lacks."
 )
-SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
 def extract_command(
@@ -132,57 +126,3 @@ def whiten_command(
         f"{path}: {before} to {after} dimensions, from {len(learned_from):,} descriptors; "
         f"apply it with distap extract --whitening {path}"
     )
-
-
-def index_command(
-    descriptors: DESCRIPTORS,
-    output: Annotated[
-        Path, typer.Argument(help="Folder to write the index to.", show_default=False)
-    ],
-    kind: Annotated[str, typer.Option(help=KIND)] = "flat",
-    search: Annotated[str, typer.Option(help=SEARCH)] = "",
-    as_json: JSON = False,
-) -> None:
-    """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
-
-    Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs
-    to the network that described its images. With --json: `output`, `images`, `dimensions`, `kind`,
-    `recall`, `at` (its k), `bytes`, `milliseconds` per query, `queries`, `build_seconds`, `factory`
-    and `search`.
-    """
-    from distap.retrieval.descriptor_files import read_descriptors
-
-    gallery = read_descriptors(descriptors)
-    from distap.retrieval.indexing import (
-        INDEX_FILE,
-        build_index,
-        measure_recall,
-        require_free_for_index,
-        write_index,
-    )
-
-    require_free_for_index(output)
-    built = build_index(gallery, kind, search, track)
-    figures = measure_recall(built.index, gallery.descriptors)
-    built.about["measured"] = figures
-    write_index(output, built, gallery)
-    count, dimensions = gallery.descriptors.shape
-    size = (output / INDEX_FILE).stat().st_size
-    summary = {
-        "output": str(output),
-        "images": count,
-        "dimensions": dimensions,
-        **built.about["index"],
-        **figures,
-        "bytes": size,
-        "build_seconds": built.about["build_seconds"],
-    }
-    if as_json:
-        print_json(summary)
-        return
-    heading = "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}"
-    measured = (
-        "recall@{at} {recall:.4f} of {queries:,} of its images, {bytes:,} bytes, {milliseconds:.3f}"
-        " ms a query, built in {build_seconds:.1f} s"
-    )
-    print_result(heading.format(**summary).rstrip(), measured.format(**summary))

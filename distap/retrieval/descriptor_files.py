@@ -7,7 +7,7 @@ size alone, since hashing would read all of them. Arrays are .npy files, never a
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ DESCRIPTORS_FILE = "descriptors.npy"
 KEYS_FILE = "keys.npy"
 CLASSES_FILE = "classes.npy"
 NETWORKS_FILE = "networks.npy"  # of a folder whose rows several networks have described
+CHECKSUMS_FILE = "checksums.npy"
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
 DESCRIPTORS_VERSION = 3
 # of folders with NETWORKS_FILE, which a distap that reads version 3 alone must refuse
@@ -86,6 +87,11 @@ class Networks:
     described_by: tuple[DescribedBy, ...]  # by their first extraction
     of_row: NDArray[np.uint16]  # (N,) place in `described_by`
 
+    def __post_init__(self) -> None:
+        highest = self.of_row.max(initial=0)
+        if highest >= len(self.described_by):
+            raise ValueError(f"a number {highest} of {len(self.described_by)} networks")
+
     def name(self, row: int) -> str:
         """Return the short fingerprint of the network that described a row."""
         return self.described_by[self.of_row[row]].network[:SHORT]
@@ -95,7 +101,7 @@ class Networks:
 class DescriptorSet:
     """Descriptors of N images, of length 1, in the order of their data set."""
 
-    descriptors: NDArray[Any]  # (N, C) float32 or float16, possibly a memory map
+    descriptors: Any  # (N, C) float32 or float16, such as a memory map
     keys: Texts  # (N,) unique names
     classes: Texts  # (N,) class names, "" for none
     described_by: DescribedBy  # of several, that of the last extraction
@@ -103,6 +109,11 @@ class DescriptorSet:
     # by name, why an image could not be described
     left_out: Mapping[str, str] = field(default_factory=dict)
     networks: Networks | None = None  # if there are several
+    # columns of the list of images, by name: (N,) texts, "" for none
+    columns: Mapping[str, Texts] = field(default_factory=dict)
+    # (N,) uint64 of each image's bytes: CRC-32 and, in the lower half, their number; 0 is unknown
+    checksums: NDArray[np.uint64] | None = None
+    added: tuple[str, ...] = ()  # further places of images, the latest last
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -116,6 +127,11 @@ class DescriptorSet:
                 f"{self.data}: descriptors of shape {self.descriptors.shape} for {len(self.keys)}"
                 f" keys and {len(self.classes)} classes; expected (N, C), N and N",
             )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return paths or URLs of the images, the latest last."""
+        return (self.data, *self.added)
 
     @property
     def makers(self) -> tuple[DescribedBy, ...]:
@@ -136,6 +152,7 @@ def write_described(
     folder: Path,
     descriptors: DescriptorSet,
     files: Mapping[str, Callable[[BinaryIO], Any]],
+    hashed: bool = False,
     **about: Any,
 ) -> None:
     """Write files with keys and classes of descriptors, and finally their record.
@@ -145,16 +162,23 @@ def write_described(
     Args:
         folder: created if missing.
         files: by name, what writes to the opened file.
+        hashed: record the SHA-256 of the descriptors too.
         about: more entries for the record.
     """
-    texts: dict[str, Callable[[BinaryIO], Any]] = {
-        KEYS_FILE: partial(np.save, arr=descriptors.keys, allow_pickle=False),
-        CLASSES_FILE: partial(np.save, arr=descriptors.classes, allow_pickle=False),
+    arrays: dict[str, NDArray[Any]] = {
+        KEYS_FILE: descriptors.keys,
+        CLASSES_FILE: descriptors.classes,
+        **dict(zip(_column_files(descriptors.columns), descriptors.columns.values(), strict=True)),
     }
     networks = descriptors.networks
     if networks is not None:
-        texts[NETWORKS_FILE] = partial(np.save, arr=networks.of_row, allow_pickle=False)
+        arrays[NETWORKS_FILE] = networks.of_row
         about["networks"] = [asdict(maker) for maker in networks.described_by]
+    if descriptors.checksums is not None:
+        arrays[CHECKSUMS_FILE] = descriptors.checksums
+    texts: dict[str, Callable[[BinaryIO], Any]] = {
+        name: partial(np.save, arr=array, allow_pickle=False) for name, array in arrays.items()
+    }
     identities: dict[str, dict[str, Any]] = {}
     try:
         (folder / ABOUT_FILE).unlink(missing_ok=True)
@@ -162,7 +186,7 @@ def write_described(
             path = folder / name
             with replacing(path) as file:
                 write(file)
-            if name == DESCRIPTORS_FILE:
+            if name == DESCRIPTORS_FILE and not hashed:
                 identities[name] = {"bytes": path.stat().st_size}
             else:
                 identities[name] = asdict(file_identity(path))
@@ -178,20 +202,51 @@ def write_described(
         "dtype": str(descriptors.descriptors.dtype),
         "described_by": asdict(descriptors.described_by),
         "left_out": dict(descriptors.left_out),
+        "columns": list(descriptors.columns),
+        "added": list(descriptors.added),
         **about,
         "files": identities,
     }
     write_whole(folder / ABOUT_FILE, json.dumps(record, indent=2) + "\n")
 
 
+def _column_files(columns: Collection[str]) -> list[str]:
+    """Return names of files: a column may be called anything."""
+    return [f"column-{number}.npy" for number in range(len(columns))]
+
+
+def read_descriptors(folder: Path) -> DescriptorSet:
+    """Read a folder of `distap extract`, the descriptors as a memory map.
+
+    Raises:
+        DistapError: see `read_described`.
+    """
+    return read_described(folder, "distap extract", "extract again")[0]
+
+
+def _require_readable(path: Path, record: Mapping[str, Any], command: str, remedy: str) -> None:
+    if record["version"] not in (DESCRIPTORS_VERSION, NETWORKS_VERSION):
+        raise DistapError(
+            "descriptors.other_version",
+            f"{path}: version {record['version']!r}, this distap reads {DESCRIPTORS_VERSION}"
+            f" and {NETWORKS_VERSION}; {remedy}",
+        )
+    # The folder may hold an index of an earlier distap.
+    if DESCRIPTORS_FILE not in record["files"]:
+        raise DistapError(
+            "descriptors.other_kind",
+            f"{path.parent}: has no {DESCRIPTORS_FILE}, which `{command}` writes",
+        )
+
+
 def read_described(
-    folder: Path, name: str, command: str, remedy: str
-) -> tuple[dict[str, Any], DescribedBy, Networks | None, Texts, Texts, tuple[int, int]]:
-    """Read a folder of `write_described`: its record, keys (N,) and classes (N,), and the shape N
-    and C.
+    folder: Path, command: str, remedy: str, files: Sequence[str] = (), hashed: bool = False
+) -> tuple[DescriptorSet, dict[str, Any]]:
+    """Read a folder of `write_described`: its images, with mapped descriptors, and its record.
 
     Args:
-        name: another file that must be there, and intact.
+        files: others that must be intact if the record names them.
+        hashed: read all descriptors to compare their SHA-256.
     Raises:
         DistapError: a file is missing, or cut, or another one than the record says.
     """
@@ -203,63 +258,53 @@ def read_described(
         )
     with reading(path, command):
         record = read_json(path)
-        if record["version"] not in (DESCRIPTORS_VERSION, NETWORKS_VERSION):
-            raise DistapError(
-                "descriptors.other_version",
-                f"{path}: version {record['version']!r}, this distap reads {DESCRIPTORS_VERSION}"
-                f" and {NETWORKS_VERSION}; {remedy}",
-            )
-        # The folder may hold descriptors in place of an index, or an index in place of descriptors.
-        if name not in record["files"]:
-            raise DistapError(
-                "descriptors.other_kind", f"{folder}: has no {name}, which `{command}` writes"
-            )
-        record |= {"data": str(record["data"]), "left_out": dict(record["left_out"])}
+        _require_readable(path, record, command, remedy)
         described_by = DescribedBy(**record["described_by"])
         makers = tuple[DescribedBy, ...]()
         if record["version"] == NETWORKS_VERSION:
             makers = tuple(DescribedBy(**maker) for maker in record["networks"])
         shape = int(record["images"]), int(record["dimensions"])
-        # Descriptors are recorded without a hash, and then only their size is compared.
+        columns = list(map(str, record.get("columns", ())))
+        names = [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE, *_column_files(columns)]
+        names += [NETWORKS_FILE] * bool(makers)
+        names += [name for name in (CHECKSUMS_FILE, *files) if name in record["files"]]
+        # Descriptors are compared by their size alone, since a hash would read all of them.
+        unread = {} if hashed else {DESCRIPTORS_FILE: {"sha256": ""}}
         identities = {
-            file: FileIdentity(**{"sha256": "", **record["files"][file]})
-            for file in (name, KEYS_FILE, CLASSES_FILE, *[NETWORKS_FILE] * bool(makers))
+            name: FileIdentity(**{"sha256": "", **record["files"][name], **unread.get(name, {})})
+            for name in names
         }
-    for file, identity in identities.items():
-        difference = identity.difference(folder / file, ABOUT_FILE)
+    for name, identity in identities.items():
+        difference = identity.difference(folder / name, ABOUT_FILE)
         if difference:
-            raise DistapError("descriptors.damaged", f"{folder / file}: {difference}; {remedy}")
-    with reading(folder, command):
-        keys = np.load(folder / KEYS_FILE, allow_pickle=False)
-        classes = np.load(folder / CLASSES_FILE, allow_pickle=False)
-        if not keys.shape == classes.shape == shape[:1]:
-            raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
-        classes = np.array(list(map(composed, classes.tolist())), dtype=np.str_)
-        networks = None
-        if makers:
-            of_row = np.load(folder / NETWORKS_FILE, allow_pickle=False)
-            if of_row.shape != keys.shape or of_row.max(initial=0) >= len(makers):
+            raise DistapError("descriptors.damaged", f"{folder / name}: {difference}; {remedy}")
+
+    def read(name: str, dtype: str, read_shape: tuple[int, ...] = shape[:1]) -> NDArray[Any]:
+        with reading(folder / name, command):
+            values = np.lib.format.open_memmap(folder / name, mode="r")
+            right = values.dtype.kind == "U" if dtype == "str" else str(values.dtype) == dtype
+            if values.shape != read_shape or not right:
                 raise ValueError(
-                    f"{NETWORKS_FILE}: {of_row.shape} numbers up to {of_row.max(initial=0)}, of"
-                    f" {len(makers)} networks"
+                    f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says"
                 )
-            networks = Networks(makers, of_row)
-    return record, described_by, networks, keys, classes, shape
+            return values
 
-
-def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder of `distap extract`, the descriptors as a memory map.
-
-    Raises:
-        DistapError: see `read_described`.
-    """
-    record, described_by, networks, keys, classes, shape = read_described(
-        folder, DESCRIPTORS_FILE, "distap extract", "extract again"
-    )
-    with reading(folder / DESCRIPTORS_FILE, "distap extract"):
-        values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
-        if (values.shape, str(values.dtype)) != (shape, record["dtype"]):
-            raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
-    data = record["data"]
-    left_out = record["left_out"]
-    return DescriptorSet(values, keys, classes, described_by, data, left_out, networks)
+    with reading(folder, command):
+        networks = Networks(makers, read(NETWORKS_FILE, "uint16")) if makers else None
+        classes = list(map(composed, read(CLASSES_FILE, "str").tolist()))
+        images = DescriptorSet(
+            descriptors=read(DESCRIPTORS_FILE, record["dtype"], shape),
+            keys=read(KEYS_FILE, "str"),
+            classes=np.array(classes, dtype=np.str_),
+            described_by=described_by,
+            data=str(record["data"]),
+            left_out=dict(record["left_out"]),
+            networks=networks,
+            columns={
+                name: read(file, "str")
+                for name, file in zip(columns, _column_files(columns), strict=True)
+            },
+            checksums=read(CHECKSUMS_FILE, "uint64") if CHECKSUMS_FILE in names else None,
+            added=tuple(map(str, record.get("added", ()))),
+        )
+    return images, record

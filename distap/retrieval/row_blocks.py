@@ -209,6 +209,25 @@ def without_rows(
     return similarities[is_kept].reshape(shape), rows[is_kept].reshape(shape)
 
 
+class TakenRows:
+    """Rows (n, C) of an array or a mapped file, by their numbers, which are read when taken."""
+
+    ndim = 2
+
+    def __init__(self, values: Descriptors, rows: Int64[np.ndarray, " n"]) -> None:
+        self._values = values
+        self._rows = rows
+        self.shape = (len(rows), int(values.shape[1]))
+        self.dtype = values.dtype
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, chosen: Any) -> NDArray[Any]:
+        rows: NDArray[Any] = self._values[self._rows[chosen]]
+        return rows
+
+
 class DescriptorParts:
     """Rows (N, C) of several arrays, one after the other, which are read when they are taken."""
 

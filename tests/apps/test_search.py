@@ -18,7 +18,8 @@ from distap.apps.search import open_searcher, open_thumbnails, queries_from
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.indexing import build_index, write_index
+from distap.retrieval.indexing import build_index
+from distap.retrieval.stored_index import write_index
 from distap.retrieval.whitening import learned_whitening, save_whitening
 from distap.world import World
 
@@ -134,7 +135,7 @@ def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, m
     described = replace(
         described, keys=np.array(["\x1b[2Jfirst", "\x1b]0;mine\x07", *described.keys[2:].tolist()])
     )
-    write_index(tmp_path / "index", build_index(described, "flat"), described)
+    write_index(tmp_path / "index", build_index(described, "flat"))
     assert distap(monkeypatch, "search", tmp_path / "index", "key:\x1b[2Jfirst", "-k", 40) == 0
     output = "".join(capsys.readouterr())
     assert r"\x1b[2Jfirst" in output and r"\x1b]0;mine\x07" in output and "\x1b" not in output
@@ -240,9 +241,10 @@ def test_a_page_is_written_though_nobody_reads_the_table(tmp_path, gallery):
 
 def test_an_index_of_images_that_are_too_large_is_refused(tmp_path, gallery):
     shutil.copytree(gallery.index, tmp_path / "index")
-    record = json.loads((tmp_path / "index/about.json").read_text())
+    about = tmp_path / "index/generations/000001/about.json"
+    record = json.loads(about.read_text())
     record["described_by"]["sizing"] = "crop 30000"
-    (tmp_path / "index/about.json").write_text(json.dumps(record))
+    about.write_text(json.dumps(record))
     with pytest.raises(
         DistapError, match=r"about\.json.*`crop 30000`: more than 100,000,000 pixels"
     ):

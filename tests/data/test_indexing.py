@@ -19,7 +19,8 @@ from raising import raises
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, load_index
+from distap.data.shards.index import load_index
+from distap.data.shards.index_rules import COLUMNS
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.tar import TAR_BLOCK, read_samples
 from distap.errors import DistapError

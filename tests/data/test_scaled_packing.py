@@ -14,7 +14,8 @@ from distap.data.images.decoding import ORIENTATION, EncodedImage
 from distap.data.loading.checking import check
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.index import COLUMNS, Scaling, load_index, parse_index
+from distap.data.shards.index import Scaling, load_index, parse_index
+from distap.data.shards.index_rules import COLUMNS
 from distap.data.shards.indexing import index_shards
 from distap.storage.columns import columns_file, read_columns
 

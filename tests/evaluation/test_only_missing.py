@@ -47,10 +47,9 @@ from distap.retrieval.descriptor_files import (
 )
 from distap.retrieval.indexing import (
     build_index,
-    read_index,
-    write_index,
 )
 from distap.retrieval.row_blocks import open_parts
+from distap.retrieval.stored_index import read_index, write_index
 from distap.retrieval.whitening import learned_whitening
 from distap.training.build import trained_network
 from distap.world import World
@@ -448,7 +447,6 @@ def test_an_index_of_one_network_names_none(folder, tmp_path):
     write_index(
         tmp_path / "index",
         build_index(described, "flat"),
-        described,
     )
     index = read_index(tmp_path / "index")
     assert index.networks is None

@@ -16,7 +16,8 @@ from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.indexing import build_index, write_index
+from distap.retrieval.indexing import build_index
+from distap.retrieval.stored_index import write_index
 from distap.trainer import Trainer
 from distap.training.build import trained_network
 from distap.training.prepared import prepare
@@ -63,7 +64,7 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
 def index_to(gallery: Gallery, folder: Path, kind: str = "flat") -> Path:
     """Index a gallery's descriptors in another way."""
     described = read_descriptors(gallery.descriptors)
-    write_index(folder, build_index(described, kind), described)
+    write_index(folder, build_index(described, kind))
     return folder
 
 

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from distap.cli import app
 from distap.errors import DistapError
-from distap.retrieval.indexing import KINDS, build_index, measure_recall, read_index, write_index
+from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.row_blocks import nearest
+from distap.retrieval.stored_index import read_index, write_index
 from distap.retrieval.whitening import learned_whitening, load_whitening
 
 # Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot
@@ -37,19 +38,19 @@ def built(gallery):
 
 @pytest.fixture
 def written(tmp_path, gallery, built):
-    write_index(tmp_path / "index", built["flat"], gallery)
+    write_index(tmp_path / "index", built["flat"])
     return tmp_path / "index"
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, name):
-    write_index(tmp_path, built[name], gallery)
+    write_index(tmp_path, built[name])
     index = read_index(tmp_path)
     similarities, rows = built[name].index.search(gallery.descriptors[:20], 5)
     neighbours = index.search(gallery.descriptors[:20], 5)
     assert [[hit.row for hit in hits] for hits in neighbours] == rows.tolist()
     assert [[hit.similarity for hit in hits] for hits in neighbours] == similarities.tolist()
-    for key, class_name, _, row, network in neighbours[3]:
+    for key, class_name, _, row, network, _ in neighbours[3]:
         assert (key, class_name, network) == (gallery.keys[row], gallery.classes[row], "")
     assert (index.described_by, index.data, len(index)) == (gallery.described_by, gallery.data, 700)
     kind, search = SMALL[name]
@@ -58,13 +59,7 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
         kind,
         search,
     )
-    row = index.row_of("image-17")
-    if name == "quick":
-        with pytest.raises(RuntimeError, match="packed codes"):
-            index.descriptor(row)
-    else:
-        tolerance = {"flat": 0, "hnsw": 0, "refined": 1e-3}.get(name, 0.6)
-        assert np.linalg.norm(index.descriptor(row) - gallery.descriptors[17]) <= tolerance
+    np.testing.assert_array_equal(index.descriptor_of("image-17"), gallery.descriptors[17])
     with pytest.raises(DistapError, match="no image with the key 'image-700'"):
         index.row_of("image-700")
 
@@ -158,11 +153,15 @@ def test_nothing_and_what_is_not_finite_are_not_indexed(gallery):
 
 
 @pytest.mark.parametrize("name", ["index.faiss", "keys.npy", "classes.npy"])
-def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypatch, written, name):
+def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(
+    monkeypatch, tmp_path, built, name
+):
+    written = tmp_path / "index"
+    write_index(written, built["hnsw"])
     monkeypatch.setattr(
-        faiss, "read_index", lambda _: pytest.fail("Faiss was given a damaged file")
+        faiss, "read_index", lambda *_: pytest.fail("Faiss was given a damaged file")
     )
-    path = written / name
+    path = written / "generations" / "000001" / name
     whole = path.read_bytes()
     places = (len(whole) // 2, len(whole) - 1)
     message = f"bytes, not the {len(whole)} in about.json"
@@ -187,18 +186,16 @@ def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
     numbered = faiss.IndexIDMap(faiss.IndexFlatIP(16))
     by_distance.add(gallery.descriptors)
     numbered.add_with_ids(gallery.descriptors, np.arange(700) * 10)
-    for index, embeddings, message in (
+    odd = replace(gallery, keys=np.char.add("\ud800", gallery.keys))
+    for index, images, message in (
         (by_distance, gallery, "ranks by distances"),
         (numbered, gallery, "names an image .* of 700; index it again"),
-        (
-            built["flat"].index,
-            replace(gallery, keys=np.char.add("\ud800", gallery.keys)),
-            "surrogates not allowed",
-        ),
+        (built["flat"].index, odd, "surrogates not allowed"),
     ):
-        write_index(tmp_path / message[:5], replace(built["flat"], index=index), embeddings)
         with pytest.raises(DistapError, match=message):
-            read_index(tmp_path / message[:5]).search(gallery.descriptors[690:], 5)
+            write_index(
+                tmp_path / message[:5], replace(built["flat"], index=index, images=images)
+            ).search(gallery.descriptors[690:], 5)
 
 
 def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_are_all_of_them(
@@ -216,7 +213,7 @@ def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_ar
 
 def test_lists_that_a_search_does_not_read_shorten_its_result(tmp_path, gallery):
     built = build_index(gallery, "IVF64,PQ8x4np", "nprobe=1")
-    write_index(tmp_path, built, gallery)
+    write_index(tmp_path, built)
     hits = read_index(tmp_path).search(gallery.descriptors[:1], 700)[0]
     assert 0 < len(hits) < 700 and min(hit.row for hit in hits) >= 0
 
@@ -236,25 +233,25 @@ def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, b
     write_descriptors(tmp_path / "descriptors", gallery)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    write_index(tmp_path / "index", built["flat"], gallery)
+    write_index(tmp_path / "index", built["flat"])
     for name, lost in (
         ("descriptors", "descriptors.npy"),
         ("mine", "notes.txt"),
-        ("index", "index.faiss"),
+        ("index", "current, generations, lock"),
     ):
         before = sorted((tmp_path / name).iterdir())
         with pytest.raises(DistapError, match=f"{lost} would be lost"):
-            write_index(tmp_path / name, built["flat"], gallery)
+            write_index(tmp_path / name, built["flat"])
         assert sorted((tmp_path / name).iterdir()) == before
 
 
 def test_an_index_that_could_not_be_written_is_none(small_disk, gallery, built):
-    disk = small_disk("16k")
+    disk = small_disk("32k")
     with pytest.raises(DistapError, match="cannot be written"):
-        write_index(disk / "index", built["flat"], gallery)
+        write_index(disk / "index", built["flat"])
     with pytest.raises(DistapError, match="no such file"):
         read_index(disk / "index")
-    assert not list((disk / "index").iterdir())
+    assert not list((disk / "index" / "generations").iterdir())
 
 
 def run(*arguments):

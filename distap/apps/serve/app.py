@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, TypeVar
 
 import torch
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
@@ -17,30 +17,45 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 import distap
-from distap.apps.search import Searcher
+from distap.apps.search import Pictures, Searcher
 from distap.apps.serve import uploads
 from distap.apps.serve.guard import HEALTH_PATHS, Guard, ServingMetrics
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.formats import readable_formats
-from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.pages.page import page_asset, page_text
-from distap.retrieval.indexing import Hit
+from distap.retrieval.searching import Hit, SearchIndex
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """A generation of the index that is served, with its pictures."""
+
+    searcher: Searcher
+    pictures: Pictures
+
+    def answer(self, hits: list[Hit]) -> "SearchAnswer":
+        generation = self.searcher.index.generation
+        answers = [HitAnswer(**hit._asdict(), rank=rank) for rank, hit in enumerate(hits, 1)]
+        for answer, hit in zip(answers, hits, strict=True):
+            if hit.row in self.pictures.rows:
+                # A replaced image has a new address, so no browser shows the old one.
+                answer.picture = f"/images/{hit.row}?generation={generation}"
+        return SearchAnswer(hits=answers)
 
 
 class Service:
     """Answer searches within limits; raise a RefusedError for a search that cannot run now."""
 
-    def __init__(self, settings: ServeSettings, searcher: Searcher, thumbnails: Thumbnails) -> None:
+    def __init__(self, settings: ServeSettings, searcher: Searcher, pictures: Pictures) -> None:
         assert searcher.describer is not None
         self.settings = settings
         self.metrics = ServingMetrics()
-        self.metrics.images.set(len(searcher.index))
         self.under_way = 0  # searches that wait or run
         self.arrivals = uploads.Arrivals(settings, self._require_place)
         self._threads = ThreadPoolExecutor(settings.threads, "search")
@@ -54,28 +69,49 @@ class Service:
             memory_bytes=settings.decode_bytes,
         )
         self._decoders = uploads.Decoders(job, settings.threads)
-        self._searcher = replace(searcher, pixels_of=self._decoders)
-        self._thumbnails = thumbnails
+        self.served = Served(replace(searcher, pixels_of=self._decoders), pictures)
+        self._before = self.served
+        self._count()
 
-    async def by_image(self, read: Callable[[], Awaitable[bytes]], k: int) -> list[Hit]:
+    def swap(self, index: SearchIndex, pictures: Pictures) -> None:
+        """Serve another generation from now on. Requests under way end on the one before."""
+        self._before = self.served
+        self.served = Served(replace(self.served.searcher, index=index), pictures)
+        self._count()
+
+    def _count(self) -> None:
+        index = self.served.searcher.index
+        self.metrics.images.set(len(index))
+        self.metrics.generation.set(int(index.generation or 0))
+
+    async def by_image(
+        self, read: Callable[[], Awaitable[bytes]], k: int, where: list[str], group: str | None
+    ) -> "SearchAnswer":
         """Return the k gallery images most similar to the image file that `read` returns."""
-        return await self._found(self._searcher.by_image, read, k)
+        served = self.served
+        search = partial(served.searcher.by_image, where=where, group=group)
+        return served.answer(await self._found(search, read, k))
 
-    async def by_key(self, key: str, k: int) -> list[Hit]:
+    async def by_key(self, key: str, k: int, where: list[str], group: str | None) -> "SearchAnswer":
         """Return the k images most similar to the gallery's image of this key, without itself."""
-        if not self._searcher.index.has(key):
+        served = self.served
+        if not served.searcher.index.has(key):
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
         async def read() -> str:
             return key
 
-        try:
-            return await self._found(self._searcher.by_key, read, k)
-        except DistapError as error:  # this kind of index has no descriptors
-            raise RefusedError(422, "bad_request", str(error)) from error
+        search = partial(served.searcher.by_key, where=where, group=group)
+        return served.answer(await self._found(search, read, k))
 
-    async def picture(self, row: int) -> bytes:
-        jpeg = await run_in_threadpool(self._thumbnails, row)
+    async def picture(self, row: int, generation: str | None) -> bytes:
+        # A page of hits asks for pictures after a swap, so those of the generation before are kept.
+        served = self._before
+        if generation in (None, self.served.searcher.index.generation):
+            served = self.served
+        elif generation != served.searcher.index.generation:
+            raise RefusedError(404, "not_found", f"generation {generation} is served no more")
+        jpeg = await run_in_threadpool(served.pictures, row)
         if jpeg is None:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg
@@ -109,6 +145,8 @@ class Service:
         except DistapError as error:
             if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error
+            if error.code.startswith("search."):  # a condition or a column
+                raise RefusedError(422, "bad_request", str(error)) from error
             raise
 
     def _require_place(self) -> None:
@@ -131,9 +169,12 @@ class HitAnswer(BaseModel):
     similarity: float = Field(
         description="Cosine similarity to the query; approximate if the index keeps codes."
     )
-    picture: str = Field(description="Path of a thumbnail.")
+    picture: str | None = Field(None, description="Path of a thumbnail, if there is one.")
     network: str = Field(
         "", description="Network that described the image, if the index is of several."
+    )
+    columns: dict[str, str | int | float] = Field(
+        {}, description="Cells of the image in the columns of its list, without empty ones."
     )
 
 
@@ -141,6 +182,14 @@ class SearchAnswer(BaseModel):
     hits: list[HitAnswer] = Field(description="Best first.")
 
 
+CONDITIONS = Annotated[
+    list[str],
+    Query(description="Conditions that must all hold, such as category=shoes or price<=50."),
+]
+NO_CONDITIONS: list[str] = []
+GROUPED_BY = Annotated[
+    str | None, Query(description="Column: find the best image of each of its values.")
+]
 UPLOAD_FIELDS = {"image": {"type": "string", "format": "binary", "description": "An image file."}}
 UPLOAD_FORM = {"schema": {"type": "object", "required": ["image"], "properties": UPLOAD_FIELDS}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": UPLOAD_FORM}}}
@@ -180,6 +229,7 @@ def build_app(service: Service) -> FastAPI:
         title="Search by image",
         formats=f"{', '.join(first)} or {last}",
         max_k=service.settings.max_k,
+        columns=list(service.served.searcher.index.images.columns),
     )
     add("/", page, "text/html")
     add("/style.css", page_text("style.css"), "text/css")
@@ -193,25 +243,29 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     default_k = min(10, max_k)
     K = Annotated[int, Query(ge=1, le=max_k, description="Images to find.")]
 
-    def answer(hits: list[Hit]) -> SearchAnswer:
-        return SearchAnswer(
-            hits=[
-                HitAnswer(**hit._asdict(), rank=rank, picture=f"/images/{hit.row}")
-                for rank, hit in enumerate(hits, 1)
-            ]
-        )
+    known = [Depends(_refuse_unknown_parameters)]
 
-    @app.post("/api/search", openapi_extra=UPLOAD, response_model_exclude_defaults=True)
-    async def search_by_image(request: Request, k: K = default_k) -> SearchAnswer:
+    @app.post(
+        "/api/search",
+        openapi_extra=UPLOAD,
+        response_model_exclude_defaults=True,
+        dependencies=known,
+    )
+    async def search_by_image(
+        request: Request,
+        k: K = default_k,
+        where: CONDITIONS = NO_CONDITIONS,
+        group: GROUPED_BY = None,
+    ) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
             read = partial(uploads.read_upload, request, service.settings, service.arrivals)
-            return answer(await service.by_image(read, k))
+            return await service.by_image(read, k, where, group)
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise
 
-    @app.get("/api/search", response_model_exclude_defaults=True)
+    @app.get("/api/search", response_model_exclude_defaults=True, dependencies=known)
     async def search_by_key(
         key: Annotated[
             str,
@@ -221,15 +275,28 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             ),
         ],
         k: K = default_k,
+        where: CONDITIONS = NO_CONDITIONS,
+        group: GROUPED_BY = None,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
-        return answer(await service.by_key(key, k))
+        return await service.by_key(key, k, where, group)
 
-    @app.get("/images/{row}", response_class=Response)
-    async def thumbnail(row: int) -> Response:
-        """Return the thumbnail of an image of the index, by its row."""
-        headers = {"Cache-Control": "private, max-age=300"}
-        return Response(await service.picture(row), media_type="image/jpeg", headers=headers)
+    @app.get("/images/{row}", response_class=Response, dependencies=known)
+    async def thumbnail(row: int, generation: str | None = None) -> Response:
+        """Return the thumbnail of an image of the index, by its row in a generation."""
+        headers = {"Cache-Control": "private, max-age=300" if generation else "no-cache"}
+        jpeg = await service.picture(row, generation)
+        return Response(jpeg, media_type="image/jpeg", headers=headers)
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    """Raise a RefusedError for a parameter that would be ignored, such as a misspelt filter."""
+    known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise RefusedError(
+            422, "bad_request", f"{unknown[0][:100]}: unknown; expected {', '.join(known)}"
+        )
 
 
 def _add_problems(app: FastAPI) -> None:

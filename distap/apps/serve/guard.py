@@ -63,6 +63,7 @@ class ServingMetrics:
         )
         self.in_flight = Gauge("requests_in_flight", "Requests under way", **common)
         self.images = Gauge("index_images", "Images in the index", **common)
+        self.generation = Gauge("index_generation", "Generation of the index", **common)
         # Series that exist from the start can be alerted on before their first event.
         for problem in UPLOAD_PROBLEMS:
             self.refused.labels(problem)

@@ -5,14 +5,19 @@ import signal
 import socket
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from types import FrameType
 from typing import Any, cast
 
 from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.limits import ServeSettings
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
+from distap.retrieval.generations import current_generation
+from distap.retrieval.stored_index import read_index
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import World, device_of
+
+SECONDS_BETWEEN_LOOKS = 1.0  # between looks at the name of the current generation
 
 try:
     import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
@@ -56,6 +61,8 @@ def serve(
         connections = Connections(connections_within_files(settings), settings.timeout_seconds)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
+        ending = Event()
+        Thread(target=_follow, args=(index, service, images, ending), daemon=True).start()
         url = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
         images_served = f"{len(searcher.index):,} images of {searcher.index.data}"
         console.print(f"serving {images_served} on {url}", markup=False)
@@ -65,7 +72,35 @@ def serve(
                 signal.signal(signal.SIGHUP, server.handle_exit)
             server.run([listener])
         finally:
+            ending.set()
             service.close()
+
+
+def _follow(folder: Path, service: Service, images: str | None, ending: Event) -> None:
+    """Serve each new generation of the index, beside which the one before ends its requests."""
+    unusable = ""
+    while not ending.wait(SECONDS_BETWEEN_LOOKS):
+        name = unusable
+        try:
+            name = current_generation(folder).name
+            if name in (unusable, service.served.searcher.index.generation):
+                continue
+            # Both generations are open from here to the end of the last request of the old one. Its
+            # rows are mapped, so this takes no second memory for descriptors.
+            index = read_index(folder)
+            describer = service.served.searcher.describer
+            if describer is not None and describer.described_by not in index.makers:
+                raise DistapError(
+                    "descriptors.other_network",
+                    f"{folder}: generation {name} was described by another network or in another"
+                    " way: start a server with its --checkpoint",
+                )
+            service.swap(index, open_thumbnails(index, images))
+            console.print(f"serving generation {name}: {len(index):,} images", markup=False)
+        except Exception as error:
+            # It may be damaged, so do not read it again and again. The next one is looked at.
+            logger.warning("the old generation is served on: %s", error)
+            unusable = name
 
 
 def listening(settings: ServeSettings) -> socket.socket:

@@ -6,18 +6,20 @@ It imports no torch.
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.decoding import EncodedImage
 from distap.data.labels import Texts
 from distap.data.map_style import DatasetRows, rows_behind
-from distap.data.shards.index import DataSet, Index, index_of_folder, load_index
+from distap.data.shards.index import DataSet, Index, index_of_folder, index_of_list, load_index
 from distap.data.shards.parallel import Fetch
 from distap.errors import DistapError
 from distap.randomness import Numbers
@@ -26,7 +28,9 @@ from distap.storage.locations import parse_source
 from distap.storage.ranges import Range
 from distap.storage.remotes import CONNECTIONS, UnreachableError
 
+LISTS = (".csv", ".tsv")  # of images, as `distap data pack` reads them
 HELD_BYTES = 2**28  # of images that a worker has read ahead
+LOWER_HALF = np.uint64(2**32 - 1)  # of a checksum
 ImageBytes = bytes | DamagedImageError  # an image's file, or why it cannot be used
 
 
@@ -68,6 +72,25 @@ class ImageSet:
     def classes(self) -> Texts:
         """Return (N,) the name of each image's class, "" for none."""
         return self.index.class_name[self.index.label]
+
+    def checksums(self, samples: Sequence[int]) -> NDArray[np.uint64]:
+        """Return (n,) of each image's bytes: CRC-32 and, in the lower half, their number.
+
+        Shards have them in their index; files are read. 0 stands for a file that cannot be read.
+        """
+        crc32 = self.index.crc32[samples].astype(np.uint64)
+        sizes = self.index.size[samples].astype(np.uint64)
+        if self.source.kind == "imagefolder":
+            # Python lets other threads work while a file is read or its CRC-32 computed.
+            with ThreadPoolExecutor() as pool:
+                values = list(pool.map(self._checksum, samples))
+            crc32 = np.array(values, np.uint64)
+        # A CRC-32 alone is equal for one pair in 4 billion, and so rarely of files of one length.
+        return np.where(crc32 > 0, (crc32 << np.uint64(32)) + (sizes & LOWER_HALF), np.uint64(0))
+
+    def _checksum(self, sample: int) -> int:
+        file = self._file_alone(sample)
+        return 0 if isinstance(file, DamagedImageError) else zlib.crc32(file)
 
     def encoded(self, sample: int, file: ImageBytes | None = None) -> EncodedImage:
         """Return an image, not decoded yet; `file` is what `files` has read of it.
@@ -187,7 +210,7 @@ class ImageSet:
 
 
 def open_images(source: DataSet) -> ImageSet:
-    """Open the images of shards, or of a local folder without index and shards."""
+    """Open the images of shards, or of a local folder without index and shards, or of a list."""
     source = parse_source(source)
     folder = Path(source.base)
     is_named = source.pattern is not None or source.kind != "shards" or source.is_part
@@ -196,6 +219,9 @@ def open_images(source: DataSet) -> ImageSet:
         return ImageSet(
             replace(source, kind="imagefolder"), index_of_folder(source, labelled=False)
         )
+    if folder.suffix in LISTS and not (source.scheme or is_named) and folder.is_file():
+        # Its images may lie anywhere, so their names in the index are whole paths.
+        return ImageSet(replace(source, kind="imagefolder", base="/"), index_of_list(source))
     return ImageSet(source, load_index(source))
 
 

@@ -4,6 +4,7 @@ Every file that is found is either listed as an image or reported as left out, w
 """
 
 import os
+import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ Nested = Literal["top", "leaf", "merge", "path", "levels"]
 # Threads that look at files, and how many files each takes at once.
 STAT_THREADS = 32
 STAT_CHUNK = 256
+LONGEST_CELL = 256  # letters of a cell that is kept with its image
 
 
 class ImageFile(NamedTuple):
@@ -37,6 +39,8 @@ class ImageFile(NamedTuple):
     # part to pack, upright, in pixels; what lies outside the image is cut off
     box: Box | None = None
     split: str = ""  # folder of shards to pack it into, if its list says so
+    key: str = ""  # its name, if its list gives one
+    columns: tuple[tuple[str, str], ...] = ()  # further columns of its list, and their cells
 
 
 def look_at(path: Path) -> os.stat_result | Skipped:
@@ -78,11 +82,15 @@ class Listing(NamedTuple):
     root: Path  # that the names of images are relative to
 
     def name_of(self, image: ImageFile) -> str:
-        """Return the image's path within the source, as one line of text."""
-        path = image.path.absolute() if self.root.is_absolute() else image.path
-        return as_line(
-            path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
-        )
+        """Return the image's key, or its path within the source, as one line of text.
+
+        Of a path that leads out of the source, what comes after `../` or `/`: the same wherever a
+        list lies, as long as it names the image in the same way.
+        """
+        if image.key:
+            return image.key
+        path = os.path.relpath(image.path.absolute(), self.root.absolute())
+        return as_line(re.sub(r"^(\.\./)+", "", path))
 
     def by_part(self) -> dict[str, "Listing"]:
         """Return the parts of the listing, such as train, by name.
@@ -126,10 +134,10 @@ def list_images(
     """List the images of a folder with a sub-folder per class, or of a CSV file.
 
     The columns are found by their names: path or filename, label or class, and optionally level1
-    (or group), level2 and so on (coarser classes that hold the class), and split, which cuts the
-    images into parts; others are ignored. A CSV has commas, semicolons or tabs between them. Paths
-    are relative to the file. Files without a class (see `class_name`) are left out; whether a
-    listed file is there is seen when it is packed.
+    (or group), level2 and so on (coarser classes that hold the class), split, which cuts the
+    images into parts, and key, the name of an image; others are kept as further columns. A CSV has
+    commas, semicolons or tabs between them. Paths are relative to the file. Files without a class
+    (see `class_name`) are left out; whether a listed file is there is seen when it is packed.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`;
@@ -231,13 +239,17 @@ def _image_in(path: Path, folders: Levels, nested: Nested | None) -> ImageFile:
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV file by its columns, without those that have no class."""
-    places, lines = read_list(source, renamed)
+    places, further, lines = read_list(source, renamed)
     images = list[ImageFile]()
     left_out = list[Skipped]()
     line_of = dict[Path, ListLine]()
     for line in lines:
         row = {column: line[place] for column, place in places.items()}
-        image = _listed_image(source, line, row)
+        cells = tuple(
+            (name, as_line(composed(line[place])) if line[place] else "")
+            for name, place in further.items()
+        )
+        image = _listed_image(source, line, row)._replace(columns=cells)
         first = line_of.setdefault(image.path, line)
         if first is not line:
             if list(map(composed, first.cells)) != list(map(composed, line.cells)):
@@ -263,7 +275,9 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             " of one",
         )
     _warn_of_codes(source, {image.class_name for image in images})
-    return Listing(images, left_out, source.parent)
+    listing = Listing(_without_long_columns(source, images), left_out, source.parent)
+    _refuse_repeated_keys(source, listing)
+    return listing
 
 
 def _listed_image(source: Path, line: ListLine, row: Mapping[str, str]) -> ImageFile:
@@ -279,6 +293,7 @@ def _listed_image(source: Path, line: ListLine, row: Mapping[str, str]) -> Image
         class_name=class_name_at(line.where, row["label"]),
         levels=tuple(levels),
         split=split,
+        key=composed(row.get("key", "")),
     )
 
 
@@ -286,6 +301,37 @@ def _require_folder_name(line: ListLine, split: str) -> None:
     is_name = Path(split).name == split and not split.startswith(".") and is_line(split)
     if split and not is_name:
         raise line.wrong(f"split {split!r} cannot name a folder of shards")
+
+
+def _without_long_columns(source: Path, images: list[ImageFile]) -> list[ImageFile]:
+    """Drop columns of descriptions and the like, which an index holds as wide as the longest."""
+    long = {name for image in images for name, cell in image.columns if len(cell) > LONGEST_CELL}
+    if not long:
+        return images
+    logger.warning(
+        "%s: columns with cells of more than %d letters are dropped: %s",
+        source,
+        LONGEST_CELL,
+        ", ".join(sorted(long)),
+    )
+    return [
+        image._replace(columns=tuple(cell for cell in image.columns if cell[0] not in long))
+        for image in images
+    ]
+
+
+def _refuse_repeated_keys(source: Path, listing: Listing) -> None:
+    """Raise a DistapError if two images have one name, or the name of one is no line of text."""
+    image_of = dict[tuple[str, str], ImageFile]()
+    for image in listing.images:
+        key = listing.name_of(image)
+        first = image_of.setdefault((image.split, key), image)
+        if first is not image or not is_line(key):
+            raise DistapError(
+                "data.repeated_key",
+                f"{source}: the key {key[:200]!r} of {image.path} is no line of text, or that of"
+                f" {first.path} too: give each image another one in the column key",
+            )
 
 
 def _warn_of_codes(source: Path, names: set[str]) -> None:

@@ -5,10 +5,9 @@ It is `index.npz` next to shards, or made from a folder of images.
 
 import hashlib
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
@@ -28,6 +27,7 @@ from distap.data.shards.image_files import (
     sort_classes,
 )
 from distap.data.shards.image_folders import Skipped
+from distap.data.shards.index_rules import COLUMNS, FURTHER, problems_of_index
 from distap.errors import DistapError
 from distap.randomness import Numbers, permutation
 from distap.storage.columns import Buffer, columns_file, read_columns
@@ -40,7 +40,6 @@ from distap.storage.texts import as_line, is_line
 DataSet = Source | Path | str  # as `parse_source` takes it
 
 INDEX_VERSION = 5
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 THREADS = 16  # remote shards whose sizes are requested at once
 
 
@@ -76,6 +75,8 @@ class Index:
     class_levels: Texts
     left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
     scaling: Scaling | None = None  # None: images were packed byte for byte, as far as is known
+    # columns of the list of images that say more of them, by name: (N,) texts, "" for none
+    further: Mapping[str, Texts] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -118,6 +119,7 @@ class Index:
         return replace(
             self,
             **columns,
+            further={name: texts[rows] for name, texts in self.further.items()},
             class_name=self.class_name[drawn],
             class_levels=self.class_levels[drawn],
         )
@@ -128,28 +130,17 @@ class Index:
         columns = {column: getattr(self, column) for column in COLUMNS}
         if self.scaling:
             columns["scaling"] = np.array(self.scaling)
+        if self.further:
+            columns[FURTHER] = np.array(list(self.further))
+            columns |= zip(_further_columns(self.further), self.further.values(), strict=True)
         Storage(source.base).write(
             source.index_name, columns_file(version=np.array(INDEX_VERSION), **columns)
         )
 
 
-# The columns by name, with their types as `read_columns` takes them.
-COLUMNS = {
-    "shard": "int32",
-    "offset": "int64",
-    "size": "int64",
-    "crc32": "uint32",
-    "label": "int64",
-    "width": "int32",
-    "height": "int32",
-    "key": "str",
-    "path": "str",
-    "shard_name": "str",
-    "shard_size": "int64",
-    "shard_sha256": "str",
-    "class_name": "str",
-    "class_levels": "table",
-}
+def _further_columns(names: Collection[str]) -> list[str]:
+    """Return the columns of a file that hold the further columns of these names."""
+    return [f"{FURTHER}_{number}" for number in range(len(names))]
 
 
 def parse_index(data: Buffer, where: str) -> Index:
@@ -165,7 +156,14 @@ def parse_index(data: Buffer, where: str) -> Index:
                 "data.old_index",
                 f"{where}: version {version} of the index, expected {INDEX_VERSION}; {remedy}",
             )
-        columns: dict[str, Any] = read_columns(data, COLUMNS | {"scaling": "int64"}, {"scaling"})
+        optional = {"scaling": "int64", FURTHER: "str"}
+        columns: dict[str, Any] = read_columns(data, COLUMNS | optional, optional)
+        names = columns.pop(FURTHER, np.array([])).tolist()
+        of_names = _further_columns(names)
+        further = read_columns(data, dict.fromkeys(of_names, "str"))
+        columns[FURTHER] = {
+            name: further[column] for name, column in zip(names, of_names, strict=True)
+        }
         if "scaling" in columns:
             columns["scaling"] = Scaling(*columns["scaling"].tolist())
         index = Index(**columns)
@@ -173,7 +171,7 @@ def parse_index(data: Buffer, where: str) -> Index:
         raise DistapError(
             "data.damaged_index", f"{where}: not a readable index: {error}; {remedy}"
         ) from error
-    for problem in _problems(index):
+    for problem in problems_of_index(index):
         raise DistapError("data.damaged_index", f"{where}: not a sound index: {problem}; {remedy}")
     for name in index.shard_name.tolist():
         safe_name(name, where)
@@ -200,44 +198,6 @@ def with_composed_names(index: Index, where: str) -> Index:
         class_name=np.array(list(levels)),
         class_levels=table_of_levels(levels.values()),
     )
-
-
-def _problems(index: Index) -> Iterator[str]:
-    """Yield the impossible values of an index whose columns have the right types."""
-    for group in ("", "shard", "class"):
-        columns = [name for name in COLUMNS if name.rpartition("_")[0] == group]
-        lengths = [len(getattr(index, name)) for name in columns]
-        if len(set(lengths)) > 1:
-            yield f"columns of unequal length: {', '.join(map('{} {}'.format, columns, lengths))}"
-            return
-    shards = len(index.shard_name)
-    classes = len(index.class_name)
-    if (index.shard_size < 0).any():
-        yield "a shard of negative size"
-    if len(set(index.shard_name.tolist())) < shards:
-        yield "two shards of one name"
-    if len(set(index.class_name.tolist())) < classes:
-        yield "two classes of one name, which an evaluation could not tell apart"
-    if not all(map(_SHA256.fullmatch, index.shard_sha256.tolist())):
-        yield "shard_sha256 holds something that is no SHA-256"
-    for wrong, problem in _wrong_rows(index, shards, classes):
-        if wrong.any():
-            row = int(wrong.argmax())
-            yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
-
-
-def _wrong_rows(index: Index, shards: int, classes: int) -> Iterator[tuple[NDArray[np.bool_], str]]:
-    """Yield for each rule the samples (N,) that break it, and the problem."""
-    has_shard = (index.shard >= 0) & (index.shard < shards)
-    yield ~has_shard, f"shard is none of 0 .. {shards - 1}"
-    yield (index.label < 0) | (index.label >= classes), f"label is none of 0 .. {classes - 1}"
-    yield index.size < 1, "size is below 1"
-    ends = np.zeros(len(index), dtype=np.int64)
-    ends[has_shard] = index.shard_size[index.shard[has_shard]]
-    # offset + size could overflow, so the difference is compared instead.
-    starts_outside = (index.offset < 0) | (index.offset > ends - index.size)
-    yield starts_outside | (index.size > ends), "image reaches beyond its shard"
-    yield (index.width < 1) | (index.height < 1), "width or height is below 1"
 
 
 def load_index(source: DataSet, compare: bool = True) -> Index:
@@ -336,6 +296,29 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
         for name, reason in (*listing.left_out, *broken, *unfit)
     )
     return replace(index, left_out=tuple(left_out))
+
+
+def index_of_list(source: Source) -> Index:
+    """Make an index of the images of a list, which lie anywhere on this machine."""
+    listing = list_images(Path(source.base))
+    sound, broken = look_at_all(listing.images)
+    images = [image for image, _ in sound]
+    index = index_of_files(
+        source,
+        [str(image.path.absolute()).removeprefix("/") for image in images],
+        keys=[listing.name_of(image) for image in images],
+        images=images,
+        sizes=[look.st_size for _, look in sound],
+        # The times of change stand for digests, as in `index_of_folder`.
+        digests=[str(look.st_mtime_ns) for _, look in sound],
+    )
+    columns = [dict(image.columns) for image in images]
+    further = (
+        {name: np.array([cells[name] for cells in columns], np.str_) for name in columns[0]}
+        if columns
+        else {}
+    )
+    return replace(index, left_out=(*listing.left_out, *broken), further=further)
 
 
 def index_of_files(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from distap.data.labels import Levels, nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, DataSet, Index, load_index, with_composed_names
+from distap.data.shards.index import DataSet, Index, load_index, with_composed_names
+from distap.data.shards.index_rules import COLUMNS
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.shard_names import shard_names
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
@@ -24,7 +26,7 @@ from distap.storage.texts import is_line
 
 # line k: the name of class k and, after tabs, those of coarser classes that hold it
 NAMES_FILE = "classes.txt"
-OF_SAMPLES = Sample._fields[:-1]  # columns of an index
+OF_SAMPLES = Sample._fields[:-2]  # columns of an index
 
 Packed = tuple[Index, list[Skipped]]  # the index of shards, and files that are not in it
 
@@ -40,6 +42,8 @@ class Scan(NamedTuple):
     # place, label and coarser classes of samples, each once
     levels: list[tuple[str, int, Levels]]
     left_out: list[Skipped]
+    # further columns of the list that was packed: the cell of each sample, "" for none
+    further: dict[str, list[str]]
 
 
 def index_shards(
@@ -140,7 +144,9 @@ def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
         for field in OF_SAMPLES
     }
     rows = [(f"{where}: key {key!r}", *place) for place, key in first_key.items()] if levels else []
-    return Scan(name, length, digest.hexdigest(), columns, rows, left_out)
+    names = dict.fromkeys(chain.from_iterable(sample.columns for sample in samples))
+    further = {name: [sample.columns.get(name, "") for sample in samples] for name in names}
+    return Scan(name, length, digest.hexdigest(), columns, rows, left_out, further)
 
 
 def merge_scans(
@@ -166,6 +172,7 @@ def merge_scans(
     name_of, levels = _named_classes(storage, numbers.tolist(), scans)
     index = Index(
         **columns,
+        further=_further_columns(scans),
         shard_name=np.array([scan.name for scan in scans]),
         shard_size=np.array([scan.size for scan in scans]),
         shard_sha256=np.array([scan.sha256 for scan in scans]),
@@ -173,6 +180,15 @@ def merge_scans(
         class_levels=table_of_levels([levels[name] for name in name_of.values()]),
     )
     return with_composed_names(index, storage.where(NAMES_FILE))
+
+
+def _further_columns(scans: Sequence[Scan]) -> dict[str, NDArray[Any]]:
+    """Return the further columns of all samples, with "" in shards that lack one."""
+    columns = {}
+    for name in dict.fromkeys(chain.from_iterable(scan.further for scan in scans)):
+        cells = [scan.further.get(name, [""] * len(scan.columns["label"])) for scan in scans]
+        columns[name] = np.array([*chain.from_iterable(cells)], np.str_)
+    return columns
 
 
 def _named_classes(

@@ -31,7 +31,7 @@ from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Scaling
 from distap.data.shards.indexing import NAMES_FILE, Packed, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.tar import LABEL_FIELD
+from distap.data.shards.tar import FACTS_FIELD, LABEL_FIELD, columns_member
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import new_folder, write_whole
@@ -190,6 +190,8 @@ def _write_shard(
             if suffix not in FORMAT_BY_SUFFIX and form is not None:
                 suffix = form.suffixes[0]
             fields = {suffix.removeprefix("."): data, LABEL_FIELD: labels[image.class_name]}
+            if image.columns:
+                fields[FACTS_FIELD] = columns_member(image.columns)
             for field, content in sorted(fields.items()):
                 # Its times and owners stay 0, so that the same images give the same bytes on any
                 # day and host.

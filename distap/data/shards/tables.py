@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.names import as_on_disk, composed
+from distap.storage.texts import is_line
 
 # The columns of a list, and the names that they may have: the first that is there wins.
+# names of an index for what is no further column
+RESERVED = ("key", "class", "label")
 LEVELS = tuple(f"level{n}" for n in range(1, 10))  # ever coarser classes that hold the class
 COLUMN_NAMES = {
     "path": ("path", "filename"),
@@ -17,6 +20,7 @@ COLUMN_NAMES = {
     "split": ("split",),
     **{name: (name,) for name in LEVELS},
     "level1": ("level1", "group"),
+    "key": ("key",),
 }
 
 
@@ -97,8 +101,8 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
 
 def read_list(
     source: Path, renamed: Mapping[str, str]
-) -> tuple[dict[str, int], Iterator[ListLine]]:
-    """Return the place of each column of a list of images, and its lines.
+) -> tuple[dict[str, int], dict[str, int], Iterator[ListLine]]:
+    """Return the place of each column of a list of images, that of each further one, and its lines.
 
     `renamed` maps columns to the list's own names of them. A DistapError shows the list's columns
     if some are missing.
@@ -113,7 +117,29 @@ def read_list(
         first = file.readline()
     lines = read_lines(source, max(",;\t", key=first.count))
     heading = next(lines, ListLine(source, 1, ["path", "label"])).cells
-    return _places(source, heading, renamed), (line.of_width(heading) for line in lines)
+    places = _places(source, heading, renamed)
+    further = _further_places(source, heading, places)
+    return places, further, (line.of_width(heading) for line in lines)
+
+
+def _further_places(
+    source: Path, heading: Sequence[str], places: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the place of each column that says more of an image, by its name in the heading."""
+    further = dict[str, int]()
+    for place, name in enumerate(map(composed, heading)):
+        if place in places.values():
+            continue
+        if not is_line(name) or name in further or name in RESERVED:
+            logger.warning(
+                "%s: column %d, %r, is dropped: its name is empty, taken, or used twice",
+                source,
+                place + 1,
+                name,
+            )
+            continue
+        further[name] = place
+    return further
 
 
 def _places(source: Path, heading: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:

@@ -6,10 +6,12 @@ every sample. So tarfile parses the headers here, and this module checks that wh
 end is one.
 """
 
+import json
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from distap.data.images.damage import DamagedImageError
@@ -32,6 +34,8 @@ PACKERS = {
 }
 APPLE_DOUBLE = b"\0\5\x16\7"  # the beginning of a ._ file, in which macOS keeps what a tar cannot
 LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
+FACTS_FIELD = "json"  # suffix of the member with the coarser classes of a sample, or its columns
+COLUMNS_START = b'{"columns": '  # of that member, if distap wrote columns into it
 LETTERS_SHOWN = 200  # of the names of a sample's members, in a message
 MAX_DIGITS = 18  # of a class number, so that it fits int64
 
@@ -64,6 +68,21 @@ class Sample(NamedTuple):
     width: int
     height: int
     levels: Levels = ()
+    columns: Mapping[str, str] = MappingProxyType({})  # of the list that it was packed from
+
+
+def columns_member(columns: Iterable[tuple[str, str]]) -> bytes:
+    """Return the contents of a member that holds the columns of a sample."""
+    return COLUMNS_START + json.dumps(dict(columns), ensure_ascii=False).encode() + b"}"
+
+
+def _columns(data: bytes) -> dict[str, str]:
+    """Return the columns in a member of `columns_member`; none in those of other makers."""
+    # Captions and the like of other makers would make an index as wide as the longest one.
+    if not data.startswith(COLUMNS_START):
+        return {}
+    columns = parsed_json(data, dict)["columns"]
+    return {str(name): str(cell) for name, cell in columns.items() if is_line(str(name))}
 
 
 def read_samples(
@@ -77,8 +96,9 @@ def read_samples(
     for key, members in read_groups(file, length, where, digest):
         try:
             label, image, size = labelled_image(key, members)
-            facts = parsed_json(members["json"].data, dict) if levels else {}
+            facts = parsed_json(members[FACTS_FIELD].data, dict) if levels else {}
             above = tuple(class_name(facts[level]) for level in levels)
+            columns = _columns(members[FACTS_FIELD].data) if FACTS_FIELD in members else {}
         except UnlabelledError as error:
             yield Skipped(key, str(error).partition(": ")[2])
         except DamagedImageError as error:
@@ -87,11 +107,12 @@ def read_samples(
             yield Skipped(key, str(error))
         except (KeyError, ValueError) as error:
             raise DamagedShardError(
-                "data.damaged_shard", f"{where}: key {key!r} lacks levels in its .json: {error!r}"
+                "data.damaged_shard",
+                f"{where}: key {key!r} lacks levels or columns in its .json: {error!r}",
             ) from error
         else:
             checksum = zlib.crc32(image.data)
-            yield Sample(key, label, image.offset, len(image.data), checksum, *size, above)
+            yield Sample(key, label, image.offset, len(image.data), checksum, *size, above, columns)
 
 
 def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> Iterator[Group]:

@@ -27,11 +27,11 @@ from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     EXTRACTION_FILE,
     DescriptorSet,
-    Networks,
     read_descriptors,
     reading,
     write_described,
 )
+from distap.retrieval.joining import joined_rows
 from distap.retrieval.row_blocks import row_blocks
 from distap.retrieval.truth import NONE
 from distap.storage.atomic import file_identity, write_whole
@@ -263,9 +263,11 @@ def _join_parts(
         describer.described_by,
         images.name,
         reasons | dict(images.index.left_out),
+        columns={name: texts[present] for name, texts in images.index.further.items()},
+        checksums=images.checksums(present.tolist()),
     )
     if earlier is not None:
-        described = _after(earlier.stored, described)
+        described = joined_rows(earlier.stored, described)
 
     def write(file: BinaryIO) -> None:
         header = {"descr": np.dtype(np.float32).str, "fortran_order": False}
@@ -278,29 +280,3 @@ def _join_parts(
 
     write_described(output, described, {DESCRIPTORS_FILE: write}, precision=describer.precision)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
-
-
-def _after(earlier: DescriptorSet, described: DescriptorSet) -> DescriptorSet:
-    """Return the record of earlier rows and of those described after them, by which network."""
-    makers = tuple(dict.fromkeys((*earlier.makers, described.described_by)))
-    networks = None
-    if len(makers) > 1:
-        of_earlier = np.zeros(len(earlier), np.uint16)
-        if earlier.networks is not None:
-            of_earlier = earlier.networks.of_row
-        of_described = np.full(len(described), makers.index(described.described_by), np.uint16)
-        networks = Networks(makers, np.concatenate([of_earlier, of_described]))
-    keys = np.concatenate([earlier.keys, described.keys])
-    left_out = {**earlier.left_out, **described.left_out}
-    for key in {*left_out}.intersection(keys.tolist()):  # which the network before could not take
-        del left_out[key]
-    return replace(
-        described,
-        descriptors=np.broadcast_to(
-            np.zeros(1, np.float32), (len(keys), described.descriptors.shape[1])
-        ),
-        keys=keys,
-        classes=np.concatenate([earlier.classes, described.classes]),
-        left_out=left_out,
-        networks=networks,
-    )

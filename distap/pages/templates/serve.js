@@ -17,17 +17,29 @@ function wanted() {
   return k;
 }
 
-// The address of a search below that of this page. An image is not in it, only the name of its file.
-function address({ key, file, k }) {
-  return `?${new URLSearchParams(key === undefined ? { image: file.name, k } : { key, k })}`;
+// Conditions have semicolons between them. An index without columns has neither field.
+function filters() {
+  return { where: at("where")?.value ?? "", group: at("group")?.value ?? "" };
 }
 
-function request({ key, file, k }) {
+function limits({ k, where, group }) {
+  const conditions = where.split(";").map(text => text.trim()).filter(text => text);
+  return [["k", k], ...conditions.map(text => ["where", text]), ...(group ? [["group", group]] : [])];
+}
+
+// The address of a search below that of this page. An image is not in it, only the name of its file.
+function address(query) {
+  const { key, file } = query;
+  return `?${new URLSearchParams([key === undefined ? ["image", file.name] : ["key", key], ...limits(query)])}`;
+}
+
+function request(query) {
+  const { key, file } = query;
   const address = asked => `${at("form").action}?${new URLSearchParams(asked)}`;
-  if (key !== undefined) return [address({ key, k }), {}];
+  if (key !== undefined) return [address([["key", key], ...limits(query)]), {}];
   const body = new FormData();
   body.append("image", file, "image");
-  return [address({ k }), { method: "POST", body }];
+  return [address(limits(query)), { method: "POST", body }];
 }
 
 // Ask for a search, and give it an address of its own unless it is `restored` from one.
@@ -45,7 +57,7 @@ async function search(query, restored = false) {
     if (mine !== asked) return;
     if (!answer.ok) throw new Error(content?.error?.message ?? `The server answered with status ${answer.status}.`);
     const found = { query, hits: content.hits }, before = searches.get(history.state)?.query ?? {};
-    const isSame = ["key", "file", "k"].every(name => before[name] === query[name]);
+    const isSame = ["key", "file", "k", "where", "group"].every(name => before[name] === query[name]);
     const state = `${performance.timeOrigin} ${mine}`; // no other loading of the page has it
     searches.set(state, found);
     history[restored || isSame ? "replaceState" : "pushState"](state, "", address(query));
@@ -68,7 +80,7 @@ function idle() {
 }
 
 function again(query) {
-  try { search({ ...query, k: wanted() }); } catch (error) { tell(error.message); }
+  try { search({ ...query, k: wanted(), ...filters() }); } catch (error) { tell(error.message); }
 }
 
 // Show the file that is searched for, if it is one, as the file that is chosen.
@@ -87,25 +99,27 @@ function choose(file) {
 
 function show({ query, hits }) {
   const name = query.key ?? query.file.name;
-  at("hits").replaceChildren(...hits.map(hit => card(hit, query.k)));
+  at("hits").replaceChildren(...hits.map(hit => card(hit, query)));
   at("found").textContent = hits.length ? `Most similar to ${name}` : "Nothing was found";
   at("status").textContent = `${hits.length} images found`;
   at("results").hidden = false;
   document.title = `${name} - ${title}`;
 }
 
-function card(hit, k) {
+function card(hit, query) {
   const item = at("hit").content.cloneNode(true), picture = item.querySelector("img");
   picture.alt = `${hit.class || "image"}, ${hit.key}`;
   picture.onerror = () => { picture.parentNode.textContent = "no picture"; };
   // Of the path only the end, since a proxy may show this server below one that it does not know.
-  picture.src = at("form").action.replace(/api\/search$/, `images/${hit.picture.split("/").pop()}`);
+  if (!hit.picture) picture.parentNode.textContent = "no picture";
+  else picture.src = at("form").action.replace(/api\/search$/, `images/${hit.picture.split("/").pop()}`);
   item.querySelector("b").textContent = `${hit.rank}. similarity ${hit.similarity.toFixed(3)}`;
   item.querySelector(".class").textContent = hit.class;
   item.querySelector(".key").textContent = hit.key;
+  item.querySelector(".columns").textContent = Object.entries(hit.columns ?? {}).map(cell => cell.join(": ")).join(", ");
   const more = item.querySelector(".more");
   more.setAttribute("aria-label", `Search for images similar to ${hit.key}`);
-  more.href = address({ key: hit.key, k });
+  more.href = address({ ...query, file: undefined, key: hit.key });
   more.onclick = event => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return; // it opens elsewhere
     event.preventDefault();
@@ -122,11 +136,14 @@ function restore() {
   tell("");
   current = known?.query ?? null;
   at("k").value = Number.isInteger(k) && k > 0 ? k : at("k").defaultValue;
+  const { where, group } = known?.query ?? { where: asks.getAll("where").join("; "), group: asks.get("group") ?? "" };
+  if (at("where")) at("where").value = where;
+  if (at("group")) at("group").value = group;
   if (known) {
     choose(known.query.file);
     return show(known);
   }
-  if (asks.has("key")) return search({ key: asks.get("key"), k: wanted() }, true);
+  if (asks.has("key")) return search({ key: asks.get("key"), k: wanted(), ...filters() }, true);
   choose(null);
   at("results").hidden = true;
   at("status").textContent = "";
@@ -139,7 +156,9 @@ function take(files) {
 }
 
 at("image").addEventListener("change", event => take(event.target.files));
-at("k").addEventListener("change", () => { if (current) again(current); });
+for (const name of ["k", "where", "group"]) {
+  at(name)?.addEventListener("change", () => { if (current) again(current); });
+}
 
 at("form").addEventListener("submit", event => {
   event.preventDefault();

@@ -2,9 +2,11 @@ import asyncio
 import resource
 import threading
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from encodings.aliases import aliases
 
 import httpx
+import numpy as np
 import pytest
 from galleries import upload
 from prometheus_client import generate_latest
@@ -35,9 +37,9 @@ def nothing_found_yet(searcher):
     go_on = threading.Event()
     search = kind.search
 
-    def waiting(*arguments):
+    def waiting(*arguments, **options):
         assert go_on.wait(60)
-        return search(*arguments)
+        return search(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "search", waiting)
@@ -240,7 +242,7 @@ def test_a_fault_of_the_server_is_told_without_its_traceback(searcher, monkeypat
             text = (await client.get("/metrics")).text
             assert 'requests_total{route="/api/search",status="500"} 1.0' in text
 
-    def broken(*arguments):
+    def broken(*arguments, **options):
         raise ValueError("a secret")
 
     monkeypatch.setattr(type(searcher.index), "search", broken)
@@ -306,3 +308,50 @@ def test_an_upload_has_as_many_pixels_as_the_network_can_see(sizing, scales, giv
         ServeSettings(max_pixels=given).pixels_of(DescribedBy("network", sizing, scales))
         == expected
     )
+
+
+def test_hits_are_filtered_and_grouped_and_a_misspelt_parameter_is_refused(searcher):
+    images = searcher.index.images
+    parity = np.array([("even", "odd")[row % 2] for row in range(len(images))])
+    columns = {"parity": parity, "price": np.arange(len(images)).astype(str)}
+    index = replace(searcher.index, images=replace(images, columns=columns))
+    key = str(images.keys[0])
+
+    async def story(made):
+        async with client_of(made) as client:
+
+            async def get(**parameters):
+                return await client.get("/api/search", params={"key": key, **parameters})
+
+            hits = (await get(where=["parity=even", "price<10"], k=20)).json()["hits"]
+            assert {hit["columns"]["price"] for hit in hits} == {2, 4, 6, 8}
+            hits = (await get(group="parity", k=20)).json()["hits"]
+            assert [hit["columns"]["parity"] for hit in hits] == ["odd"]
+            for parameters, words in (
+                ({"category": "shoes"}, ("category", "where", "group")),
+                ({"where": "colour=red"}, ("colour", "parity")),
+                ({"group": "colour"}, ("colour", "parity")),
+                ({"where": "parity"}, ("parity",)),
+            ):
+                answer = await get(**parameters)
+                assert answer.status_code == 422
+                assert all(word in answer.json()["error"]["message"] for word in words)
+            page = (await client.get("/")).text
+            assert 'id="where"' in page and "<option>parity</option>" in page
+
+    with service(replace(searcher, index=index)) as made:
+        asyncio.run(story(made))
+
+
+def test_a_hit_without_a_picture_has_no_link(searcher, tmp_path):
+    made = Service(
+        ServeSettings(threads=1), searcher, open_thumbnails(searcher.index, str(tmp_path / "none"))
+    )
+
+    async def story():
+        async with client_of(made) as client:
+            hits = (await post(client)).json()["hits"]
+            assert hits and not any("picture" in hit for hit in hits)
+
+    asyncio.run(story())
+    made.close()

@@ -1,0 +1,178 @@
+"""Copy an index to a store, and search in it.
+
+A store has a record of the generation that it holds. Each of its rows has a stamp of what was
+written, so that another copy writes and deletes only what differs, and a stopped one goes on.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import DescribedBy
+from distap.retrieval.filters import Cell, Condition, Where, conditions_of
+from distap.retrieval.row_blocks import given_rows, on_device
+from distap.retrieval.searching import Hit, SearchIndex
+from distap.telemetry.terminal import track
+
+BATCH = 512  # rows that are written at once
+STORE_NAMES = ("key", "class", "vector", "stamp")  # names in a store beside the list's columns
+
+
+class StoreRow(NamedTuple):
+    """An image in a store. Empty cells are None."""
+
+    key: str
+    class_name: str
+    vector: NDArray[np.float32]  # (C,)
+    stamp: int
+    columns: dict[str, Cell | None]
+
+
+class StoreHit(NamedTuple):
+    key: str
+    class_name: str
+    similarity: float
+    columns: dict[str, Cell]
+
+
+class Store(Protocol):
+    """A store's own client. `record` describes the index whose rows it holds."""
+
+    def record(self) -> dict[str, Any] | None:
+        """Return the record of the last copy, even a stopped one; None without any."""
+
+    def create(self, record: dict[str, Any]) -> None:
+        """Make an empty table, in place of any other, for rows as the record describes them."""
+
+    def stamps(self) -> dict[str, int]:
+        """Return the stamp of each row by its key."""
+
+    def write(self, rows: Sequence[StoreRow]) -> None:
+        """Write rows, in place of those of the same keys."""
+
+    def delete(self, keys: Sequence[str]) -> None: ...
+
+    def finish(self, record: dict[str, Any]) -> None:
+        """Build the index that the record's `kind` asks for, and keep the record."""
+
+    def search(
+        self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
+    ) -> list[StoreHit]:
+        """Return the k rows of the highest inner product that fulfil all conditions."""
+
+    def vector(self, key: str) -> NDArray[np.float32] | None: ...
+
+
+def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
+    """Make a store hold a generation of an index; return numbers of rows by what was done."""
+    record = _record(index)
+    before = store.record()
+    counts = {"written": 0, "deleted": 0, "images": len(index)}
+    if before == record:
+        return counts
+    # Descriptors of another network, or a column that was numbers and is texts, fit no table.
+    fixed = ("dimensions", "described_by", "columns", "kind")
+    if before is None or any(before.get(name) != record[name] for name in fixed):
+        store.create(record)
+    # Rows of a copy that was stopped have the stamps of what was written, and stay.
+    stored = store.stamps()
+    rows = [row for row in _rows(index) if stored.get(row.key) != row.stamp]
+    batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    for batch in track(batches, "copying", len(batches)):
+        store.write(batch)
+    gone = sorted(stored.keys() - {*index.keys.tolist()})
+    for start in range(0, len(gone), BATCH):
+        store.delete(gone[start : start + BATCH])
+    store.finish(record)
+    return counts | {"written": len(rows), "deleted": len(gone)}
+
+
+def _record(index: SearchIndex) -> dict[str, Any]:
+    names = index.images.columns
+    taken = [name for name in names if name in STORE_NAMES]
+    if taken:
+        raise DistapError(
+            "index.reserved_column", f"the column {taken[0]} has a name that stores use: rename it"
+        )
+    files = json.dumps(index.about["files"], sort_keys=True)
+    record = {
+        "generation": index.generation,
+        "files": hashlib.sha256(files.encode()).hexdigest(),
+        "data": index.data,
+        "dimensions": index.index.d,
+        "kind": index.about["index"]["kind"],
+        "described_by": [asdict(maker) for maker in index.makers],
+        "columns": {
+            name: "text" if index.columns.numbers(name) is None else "number" for name in names
+        },
+    }
+    # Through JSON, as stores keep it: a tuple would not equal the list that it becomes there.
+    plain: dict[str, Any] = json.loads(json.dumps(record))
+    return plain
+
+
+def _rows(index: SearchIndex) -> Iterator[StoreRow]:
+    images = index.images
+    for row, (key, class_name) in enumerate(
+        zip(images.keys.tolist(), images.classes.tolist(), strict=True)
+    ):
+        vector = np.array(images.descriptors[row], np.float32)
+        cells = index.columns.cells(row)
+        columns = {name: cells.get(name) for name in images.columns}
+        contents = json.dumps([class_name, columns]).encode()
+        stamp = zlib.crc32(contents, zlib.crc32(vector.tobytes()))
+        # Without the generation, so that a row that stays the same is not written again.
+        yield StoreRow(key, class_name, vector, stamp, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreGallery:
+    """A store that is searched as a `SearchIndex` is."""
+
+    store: Store
+    record: dict[str, Any]
+
+    @property
+    def data(self) -> str:
+        return str(self.record["data"])
+
+    @property
+    def makers(self) -> tuple[DescribedBy, ...]:
+        return tuple(DescribedBy(**maker) for maker in self.record["described_by"])
+
+    def search(
+        self, descriptors: Any, k: int, *, where: Where = None, group: str | None = None
+    ) -> list[list[Hit]]:
+        """Return hits as `SearchIndex.search` does, but for groups, which stores lack."""
+        if group is not None:
+            raise DistapError(
+                "search.no_groups", f"{group}: a store finds no groups: search in an index"
+            )
+        types = {"key": "text", "class": "text", **self.record["columns"]}
+        conditions = list(conditions_of(where, types, self.data))
+        queries = on_device(given_rows(descriptors, "query", single=True)).numpy()
+        return [
+            [
+                Hit(hit.key, hit.class_name, hit.similarity, -1, columns=hit.columns)
+                for hit in self.store.search(query, k, conditions)
+            ]
+            for query in queries
+        ]
+
+    def has(self, key: str) -> bool:
+        return self.store.vector(key) is not None
+
+    def descriptor_of(self, key: str) -> NDArray[np.float32]:
+        vector = self.store.vector(key)
+        if vector is None:
+            raise DistapError(
+                "index.no_such_key", f"the index of {self.data} has no image with the key {key!r}"
+            )
+        return vector

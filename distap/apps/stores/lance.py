@@ -1,0 +1,128 @@
+"""An index in LanceDB, embedded: a folder or a bucket."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import lancedb
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from distap.apps.stores.copying import StoreHit, StoreRow
+from distap.retrieval.filters import Condition
+
+IMAGES_TABLE = "images"
+RECORDS = "distap"
+NOT_MORE = 2**31 - 1  # rows: all
+
+
+class LanceStore:
+    """A table of images, and one with the record. See `Store`."""
+
+    def __init__(self, place: str) -> None:
+        self._database = lancedb.connect(place)
+        self._is_exact = False
+        self.record()
+
+    @property
+    def _table(self) -> Any:
+        return self._database.open_table(IMAGES_TABLE)
+
+    def record(self) -> dict[str, Any] | None:
+        if RECORDS not in self._database.list_tables().tables:
+            return None
+        [row] = self._database.open_table(RECORDS).to_arrow().to_pylist()
+        record: dict[str, Any] = json.loads(row["record"])
+        self._is_exact = record["kind"] == "flat"
+        return record
+
+    def create(self, record: dict[str, Any]) -> None:
+        types = {"text": pyarrow.string(), "number": pyarrow.float64()}
+        fields = {
+            "key": pyarrow.string(),
+            "class": pyarrow.string(),
+            "vector": pyarrow.list_(pyarrow.float32(), record["dimensions"]),
+            "stamp": pyarrow.int64(),
+            **{name: types[kind] for name, kind in record["columns"].items()},
+        }
+        self._database.create_table(IMAGES_TABLE, schema=pyarrow.schema(fields), mode="overwrite")
+        # Not of this generation yet, so that a copy that is stopped goes on.
+        self._keep({**record, "generation": "", "files": ""})
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        rows = [{"record": json.dumps(record)}]
+        self._database.create_table(RECORDS, rows, mode="overwrite")
+
+    def stamps(self) -> dict[str, int]:
+        rows = self._table.search().select(["key", "stamp"]).limit(NOT_MORE).to_arrow()
+        return dict(zip(rows["key"].to_pylist(), rows["stamp"].to_pylist(), strict=True))
+
+    def write(self, rows: Sequence[StoreRow]) -> None:
+        table = self._table
+        entries = [
+            {
+                "key": row.key,
+                "class": row.class_name,
+                "vector": row.vector,
+                "stamp": row.stamp,
+                **row.columns,
+            }
+            for row in rows
+        ]
+        # The key finds the row to replace, so that writing twice does no harm.
+        merging = table.merge_insert("key").when_matched_update_all().when_not_matched_insert_all()
+        merging.execute(pyarrow.Table.from_pylist(entries, schema=table.schema))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._table.delete(f"key IN ({', '.join(map(_quoted, keys))})")
+
+    def finish(self, record: dict[str, Any]) -> None:
+        table = self._table
+        if record["kind"] == "hnsw":
+            table.create_index(metric="dot", index_type="IVF_HNSW_SQ", replace=True)
+        elif record["kind"] != "flat":
+            table.create_index(metric="dot", index_type="IVF_PQ", replace=True)
+        # Rows that were merged lie in small fragments, which the index does not cover yet.
+        table.optimize()
+        self._keep(record)
+
+    def search(
+        self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
+    ) -> list[StoreHit]:
+        # Descriptors have length 1, so that this is the cosine, as exactly as distap computes it.
+        asked = self._table.search(query).distance_type("dot").limit(k)
+        if self._is_exact:
+            asked = asked.bypass_vector_index()
+        if conditions:
+            asked = asked.where(" AND ".join(map(_sql, conditions)), prefilter=True)
+        hits = []
+        for row in asked.to_list():
+            columns = {
+                name: cell
+                for name, cell in row.items()
+                if name not in ("key", "class", "vector", "stamp", "_distance")
+                and cell not in (None, "")
+            }
+            hits.append(StoreHit(row["key"], row["class"], 1 - row["_distance"], columns))
+        return hits
+
+    def vector(self, key: str) -> NDArray[np.float32] | None:
+        rows = self._table.search().where(f"key = {_quoted(key)}").limit(1).to_list()
+        return np.array(rows[0]["vector"], np.float32) if rows else None
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _sql(condition: Condition) -> str:
+    name = "`" + condition.column.replace("`", "``") + "`"
+    values = [str(value) for value in condition.numbers]
+    if not condition.is_numeric:
+        values = list(map(_quoted, condition.values))
+    # SQL compares nothing with NULL, which an empty cell is.
+    if condition.is_range:
+        return f"{name} {condition.sign} {values[0]}"
+    listed = f"{name} IN ({', '.join(values)})" if values else "FALSE"
+    return f"({name} IS NULL OR NOT {listed})" if condition.sign == "!=" else listed

@@ -1,0 +1,61 @@
+"""An index as a script for PostgreSQL with pgvector, in its COPY format."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distap.retrieval.filters import Cell
+from distap.retrieval.searching import SearchIndex
+from distap.storage.atomic import replacing
+
+SQL_TABLE = "distap_images"
+# The kinds of pgvector for ours; a flat index needs none.
+INDEXES = {"hnsw": "hnsw", "flat": ""}
+_ESCAPED = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+
+
+def write_pgvector(path: Path, index: SearchIndex) -> None:
+    """Write a script for `psql -f` that makes a table hold this generation, or changes nothing."""
+    images = index.images
+    types = {
+        name: "text" if index.columns.numbers(name) is None else "double precision"
+        for name in images.columns
+    }
+    columns = {"key": "text PRIMARY KEY", "class": "text", **types}
+    columns["vector"] = f"vector({index.index.d})"
+    fields = ", ".join(f"{_name(name)} {kind}" for name, kind in columns.items())
+    method = INDEXES.get(index.about["index"]["kind"], "ivfflat")
+    with replacing(path) as file:
+
+        def line(text: str) -> None:
+            file.write(f"{text}\n".encode())
+
+        # One transaction: searches see the old rows until the new ones are complete.
+        line("CREATE EXTENSION IF NOT EXISTS vector;\nBEGIN;")
+        line(f"DROP SQL_TABLE IF EXISTS {SQL_TABLE};\nCREATE SQL_TABLE {SQL_TABLE} ({fields});")
+        line(f"COPY {SQL_TABLE} FROM STDIN;")
+        for row, key in enumerate(images.keys.tolist()):
+            cells = index.columns.cells(row)
+            vector = np.array(images.descriptors[row], np.float32).tolist()
+            texts = [_cell(key), _cell(str(images.classes[row]))]
+            texts += [_cell(cells.get(name)) for name in images.columns]
+            line("\t".join([*texts, str(vector).replace(" ", "")]))
+        line("\\.")
+        if method:
+            line(f"CREATE INDEX ON {SQL_TABLE} USING {method} (vector vector_ip_ops);")
+        line(
+            f"COMMENT ON SQL_TABLE {SQL_TABLE} IS 'distap generation {index.generation}';\nCOMMIT;"
+        )
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+def _cell(cell: Cell | None) -> Any:
+    """Return a cell in COPY's text format, in which \\N is NULL."""
+    if cell is None:
+        return "\\N"
+    return re.sub(r"[\\\t\n\r]", lambda match: _ESCAPED[match[0]], str(cell))
