@@ -127,7 +127,7 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> int:
         if self._has_no_patience():  # by the evaluation that was owed
-            return self._end_early()
+            return self._finish()
         first = self.done
         stopping = False
         tracing = False
@@ -160,17 +160,7 @@ class Trainer:
             stopping = self._evaluate_and_save(stop, stopping)
             if stopping or self.ends_early:
                 break
-        if self.ends_early and not stopping:
-            return self._end_early()
-        is_stopped = self.done < length.steps or (stopping and self._is_evaluation_due())
-        self._report_ending("stopped" if is_stopped else "done")
-        self._finish_checkpoint()
-        if is_stopped:
-            saved = ", with a checkpoint" if self.done else ""
-            logger.warning("stopped after step %d of %d%s", self.done, length.steps, saved)
-            return RESTART
-        logger.info("%s: all %d steps are done", self.recipe.run, length.steps)
-        return FINISHED
+        return self._finish(stopping)
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
         """Yield this rank's shares of the remaining steps.
@@ -200,10 +190,22 @@ class Trainer:
             end = min([(self.done // every + 1) * every for every in intervals] + [steps])
             yield from self.images.shares(range(self.done, end), steps)
 
-    def _end_early(self) -> int:
-        self._report_ending("done")
+    def _finish(self, stopping: bool = False) -> int:
+        """Export how the training ends, wait for its last checkpoint, and return the status."""
+        steps = self.prepared.length.steps
+        is_early = self.ends_early and not stopping
+        owes_evaluation = stopping and self._is_evaluation_due()
+        is_stopped = not is_early and (self.done < steps or owes_evaluation)
+        # Before the last checkpoint is written, which takes a while: no alert is to take the
+        # training for lost.
+        self._report_ending("stopped" if is_stopped else "done")
         self._finish_checkpoint()
-        logger.info("%s: %s", self.recipe.run, self._ended_early)
+        if is_stopped:
+            saved = ", with a checkpoint" if self.done else ""
+            logger.warning("stopped after step %d of %d%s", self.done, steps, saved)
+            return RESTART
+        reason = self._ended_early if is_early else f"all {steps} steps are done"
+        logger.info("%s: %s", self.recipe.run, reason)
         return FINISHED
 
     def _has_no_patience(self) -> bool:
@@ -382,10 +384,7 @@ class Trainer:
             raise DistapError("checkpoint.not_written", message)
 
     def _report_ending(self, reason: str) -> None:
-        """Export that the training is done or stops on request, so that no alert takes it for lost.
-
-        It comes before the last checkpoint is written, which takes a while.
-        """
+        """Export that the training is done, or stops on request."""
         self.report.metrics.ended.labels(reason).set(1)
         self.ended = time.monotonic()
 

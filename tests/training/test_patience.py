@@ -84,8 +84,9 @@ def test_ranks_end_together(tmp_path, training_shards):
 
 
 def test_each_better_evaluation_begins_the_count_anew(tmp_path, training_shards):
-    changes = {"steps": 6, "evaluation": {**SETTINGS["evaluation"], "patience": 6}}
-    train(World(), tmp_path, training_shards, **settings(training_shards, **changes, optimizer={}))
+    patient = {**SETTINGS["evaluation"], "patience": 6}
+    changes = settings(training_shards, steps=6, evaluation=patient, optimizer={})
+    train(World(), tmp_path, training_shards, **changes)
     scores = [
         score
         for entry in read_run_log(tmp_path)

@@ -94,16 +94,19 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(
 
 
 def test_a_store_belongs_to_one_run(tmp_path, training_shards, monkeypatch):
-    changes = {"steps": 1, "checkpoint__store": f"file://{tmp_path}/store"}
-    train(World(), tmp_path / "ann", training_shards, **changes)
+    def train_as(name, steps):
+        store = f"file://{tmp_path}/store"
+        train(World(), tmp_path / name, training_shards, steps=steps, checkpoint__store=store)
+
+    train_as("ann", 1)
     before = (tmp_path / "store/recipe.yaml").read_bytes()
     with raises("run.other_run", tmp_path / "ann", tmp_path / "bob", "--take-over"):
-        train(World(), tmp_path / "bob", training_shards, **{**changes, "steps": 2})
+        train_as("bob", 2)
     assert (tmp_path / "store/recipe.yaml").read_bytes() == before
     monkeypatch.setenv(TAKE_OVER, "1")
-    train(World(), tmp_path / "bob", training_shards, **{**changes, "steps": 2})
+    train_as("bob", 2)
     monkeypatch.delenv(TAKE_OVER)
-    train(World(), tmp_path / "elsewhere/bob", training_shards, **{**changes, "steps": 3})
+    train_as("elsewhere/bob", 3)
     assert len(losses(tmp_path / "elsewhere/bob")) == 3
 
 
