@@ -127,6 +127,7 @@ def test_the_arithmetic_is_within_5_percent_of_the_measured_peaks(engine, ranks,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 @pytest.mark.parametrize(
     ("engine", "ranks"),

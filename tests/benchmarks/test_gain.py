@@ -8,6 +8,7 @@ from benchmarks.photos import pack
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_each_trains_at_its_best_rate_and_a_line_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.gain.FEW_STEPS", 1)

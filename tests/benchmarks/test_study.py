@@ -55,6 +55,7 @@ def study(tmp_path, training_shards, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_study_repeats_nothing_and_goes_on_after_a_training_that_fails(study, tmp_path):
     """One loss is not ours, and another point has no data that it could train on."""
     axes = {"loss": STUDY["axes"]["loss"] | {"many": {"loss": "ap_q", "sampling.classes": 500}}}

@@ -130,6 +130,7 @@ def test_a_trainer_of_transformers_saves_the_memory_and_goes_on_as_if_it_had_not
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_finds_more_after_training(tmp_path):
     skip_if_fast("a kernel")
     stored = nbformat.read(EXAMPLES / "search_your_images.ipynb", as_version=4)

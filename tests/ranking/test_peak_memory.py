@@ -11,6 +11,7 @@ from ranks import skip_if_fast
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process"),
 ]
 BUDGET = 2**18
