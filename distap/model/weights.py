@@ -40,7 +40,8 @@ class TimmWeights:
         except Exception as error:  # the hub's client raises its own
             raise DistapError(
                 "weights.not_loaded",
-                f"model.weights: timm could not load weights of {name}: {error}. Without a network,"
+                f"model.weights: timm could not load weights of {name}:"
+                f" {str(error).rstrip('.')}. Without a network,"
                 " set HF_HOME to a copy of the folder of a machine that has loaded them (and"
                 " HF_HUB_OFFLINE=1, so that nothing is asked), or model.weights to {name: file,"
                 " path: FILE} or {name: package, package: NAME}; or random",

@@ -437,6 +437,17 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     assert json.loads((tmp_path / "out/result.json").read_text())["protocol"] == "roxford5k"
 
 
+def test_a_ground_truth_may_name_one_folder_as_a_text(converted, tmp_path):
+    shutil.copytree(converted / "roxford5k", tmp_path / "text")
+    file = tmp_path / "text/ground_truth.json"
+    truth = json.loads(file.read_text())
+    [folder] = truth["query"]
+    file.write_text(json.dumps(truth | {"query": folder}))
+    expected = open_set(str(converted / "roxford5k"))
+    actual = open_set(str(tmp_path / "text"))
+    assert actual.images.fingerprint == expected.images.fingerprint
+
+
 def test_a_ground_truth_that_leads_out_of_its_folder_is_refused(converted, tmp_path):
     truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
     (tmp_path / "ground_truth.json").write_text(json.dumps(truth | {"query": ["../query"]}))

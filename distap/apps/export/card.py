@@ -67,7 +67,9 @@ def model_card(
         settings=settings,
         trained_on=sets_in_words(settings["data"]["train"]),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
-        loss=" + ".join(f"{weight:g} {term['name']}" for weight, term in terms),
+        loss=" + ".join(
+            term["name"] if weight == 1 else f"{weight:g} {term['name']}" for weight, term in terms
+        ),
         recipe=recipe,
         figures=figures,
         describer=describer,
