@@ -2,8 +2,10 @@
 
 from __future__ import annotations  # `help` shows the types as they are written here
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from distap.retrieval.descriptor_files import (
     reading,
 )
 from distap.retrieval.row_blocks import PART_SUFFIXES, open_parts
+from distap.storage.locations import scheme_of
 from distap.storage.texts import read_text
 from distap.training.build import trained_network
 from distap.training.descriptor_network import DescriptorNetwork
@@ -242,6 +245,8 @@ def compare(
         best,
         trust,
     )
+    for source in chain(*runs_of):
+        _refuse_missing(source)  # before another network has described its images
     evaluations = {
         name: [opening.evaluation(source) for source in runs]
         for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
@@ -251,8 +256,35 @@ def compare(
         Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
         for name, of_runs in evaluations.items()
     ]
-    pairs = tuple(compared(named[0], side, resamples=resamples, seed=seed) for side in named[1:])
+    test = partial(compared, named[0], asked=figures, resamples=resamples, seed=seed)
+    pairs = tuple(
+        replace(pair, notes=[*_other_images(evaluations, pair), *pair.notes])
+        for pair in map(test, named[1:])
+    )
     return Comparison(pairs, evaluations)
+
+
+def _refuse_missing(source: Any) -> None:
+    if not isinstance(source, str | Path):
+        return
+    is_local = not scheme_of(str(source)) and not str(source).startswith(HUB)
+    if is_local and not Path(source).exists():
+        raise DistapError("comparison.missing", f"{source}: there is no such file or folder")
+
+
+def _other_images(evaluations: Mapping[str, list[Evaluation]], pair: Compared) -> Iterator[str]:
+    """Yield a note if the runs of two sides were not evaluated in the same gallery."""
+    runs = [*evaluations[pair.baseline.name], *evaluations[pair.other.name]]
+    fingerprints = {run.fingerprint for run in runs} - {""}
+    if len(fingerprints) < 2 and len({(run.images, run.protocol) for run in runs}) < 2:
+        return
+    galleries = dict.fromkeys(
+        f"{run.gallery or run.data} ({run.images:,} images, {run.protocol})" for run in runs
+    )
+    yield (
+        f"the sides were evaluated on different images, {' and '.join(galleries)}, which is part of"
+        " the difference: evaluate both on one data set"
+    )
 
 
 def _runs_of(sides: Sequence[Any]) -> list[Sequence[Any]]:

@@ -34,6 +34,7 @@ class ListedRun:
 
     name: str  # below the folder that was listed; "." for that folder
     checkpoints: Checkpoints
+    names: tuple[str, ...]  # of the checkpoints, oldest first
     live: str  # why a training may still write to it; "" if it has ended
     step: int | None  # of the newest checkpoint; None without one
     steps: int | None  # of the whole training, if it is known
@@ -60,8 +61,8 @@ class ListedRun:
         return (self.best if keep == "best" else None) or self.newest
 
     def removable(self, keep: Kept) -> list[str]:
-        """Return the names of the other checkpoints."""
-        return [name for name in self.checkpoints.names() if name != self.kept(keep)]
+        """Return the names of the other checkpoints, without any that were written since."""
+        return [name for name in self.names if name != self.kept(keep)]
 
 
 def listed_runs(place: str) -> Iterator[ListedRun]:
@@ -100,6 +101,7 @@ def _listed(name: str, storage: Storage) -> ListedRun:
     return ListedRun(
         name=name,
         checkpoints=checkpoints,
+        names=tuple(names),
         live=why_live(storage),
         step=step,
         steps=steps if isinstance(steps, int) else None,

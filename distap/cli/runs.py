@@ -71,18 +71,19 @@ def runs_command(
             for run in runs
         ]
         print_result(text_table(place, "", HEADINGS, rows))
+    show = print_warning if as_json else print_result  # the standard output holds JSON alone
     failed = False
     for run in runs if prune else ():
         reason = why_kept(run, keep, age)
         names = run.removable(keep)
         if reason:
-            print_result(f"{run.name}: left alone: {reason}")
+            show(f"{run.name}: left alone: {reason}")
         elif dry_run:
-            print_result(f"{run.name}: would remove {', '.join(names)}")
+            show(f"{run.name}: would remove {', '.join(names)}")
         else:
             try:
                 prune_run(run, keep)
-                print_result(f"{run.name}: removed {', '.join(names)}")
+                show(f"{run.name}: removed {', '.join(names)}")
             except DistapError as error:
                 print_warning(f"{run.name}: {error}")
                 failed = True

@@ -88,11 +88,21 @@ class Compared:
         return text
 
 
-def compared(baseline: Side, other: Side, *, resamples: int = RESAMPLES, seed: int = 0) -> Compared:
+def compared(
+    baseline: Side,
+    other: Side,
+    *,
+    asked: Sequence[str] = (),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Compared:
     """Compare two sides on the queries and figures that both have.
 
+    Args:
+        asked: figures to compare, the one that the verdict is about first; none takes all.
     Raises:
-        DistapError: they share no query or no figure, or the name of a query stands twice.
+        DistapError: they share no query or no figure, or none that was asked for, or the name of a
+            query stands twice.
     """
     sides = (baseline, other)
     for side in sides:
@@ -100,10 +110,11 @@ def compared(baseline: Side, other: Side, *, resamples: int = RESAMPLES, seed: i
             refuse_repeated_images(values.key, f"the queries of {side.name}")
     keys = _shared(sides, "key", "queries")
     figures = _shared(sides, "figure", "figures")
-    notes = [
-        *_left_out(sides, "key", "queries", keys),
-        *_left_out(sides, "figure", "figures", figures),
-    ]
+    notes = [*_left_out(sides, "key", "queries", keys)]
+    if asked:
+        figures = _asked(asked, figures)
+    else:
+        notes += _left_out(sides, "figure", "figures", figures)
     rows, before = baseline.of(keys, figures)
     other_rows, after = other.of(keys, figures)
     first = baseline.runs[0]
@@ -189,6 +200,21 @@ def _shared(sides: Sequence[Side], column: str, noun: str) -> list[str]:
             f"both sides share no {noun}: {examples}: evaluate both on one data set",
         )
     return shared
+
+
+def _asked(asked: Sequence[str], shared: Sequence[str]) -> list[str]:
+    """Return the figures that were asked for in their order, each with those of its levels."""
+    chosen = {
+        figure: [name for name in shared if name == figure or name.endswith(f" {figure}")]
+        for figure in asked
+    }
+    missing = [figure for figure, names in chosen.items() if not names]
+    if missing:
+        raise DistapError(
+            "comparison.no_figure",
+            f"{', '.join(missing)}: not a figure of every run; all have {', '.join(shared)}",
+        )
+    return list(dict.fromkeys(name for names in chosen.values() for name in names))
 
 
 def _left_out(sides: Sequence[Side], column: str, noun: str, shared: list[str]) -> Iterator[str]:

@@ -68,8 +68,11 @@ def headings(pair: Compared) -> list[str]:
 
 
 def _markdown(pair: Compared) -> str:
-    names = [name.replace("|", r"\|") for name in headings(pair)]
-    lines = [names, ["---", *["---:"] * (len(names) - 1)], *shown_rows(pair)]
+    names, *rows = (
+        [cell.replace("|", r"\|") for cell in cells]
+        for cells in (headings(pair), *shown_rows(pair))
+    )
+    lines = [names, ["---", *["---:"] * (len(names) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -80,7 +83,9 @@ def _latex(pair: Compared) -> str:
         difference = cells[3].removesuffix("*")
         # What holds is bold, as papers print it, in place of the star.
         cells[3] = rf"\textbf{{{difference}}}" if cells[3].endswith("*") else difference
-        rows.append([_escaped(cells[0]), *cells[1:6]])
+        # Without the signs of mathematics, LaTeX prints < as an upside-down exclamation mark.
+        p = re.sub("^<", "$<$", cells[5])
+        rows.append([_escaped(cells[0]), *cells[1:5], p])
     lines = [[_escaped(name) for name in names], *rows]
     body = [" & ".join(line) + r" \\" for line in lines]
     rule = [r"\begin{tabular}{lrrrrr}", r"\toprule", body[0], r"\midrule", *body[1:]]

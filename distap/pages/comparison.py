@@ -49,7 +49,10 @@ class Intervals:
 
     def marks(self) -> list[tuple[float, str]]:
         """Return place and text of each mark on the axis."""
-        return [(self.x(value), f"{100 * value:+.4g}") for value in ticks(*self.ends, 4)]
+        return [
+            (self.x(value), f"{100 * value:+.4g}" if value else "0")
+            for value in ticks(*self.ends, 4)
+        ]
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,11 @@ def _with_sheets(page: ComparedPage) -> ComparedPage:
         if hits[0] is None or hits[1] is None:
             return replace(page, problem="neighbours are not kept by this protocol")
         retrieved = {pair.baseline.name: hits[0], pair.other.name: hits[1]}
-        sample_of = dict(zip(hits[0].key.tolist(), hits[0].sample.tolist(), strict=True))
+        # The queries alone: images of a gallery that follow them may have the same names.
+        queries = len(hits[0].average_precision)
+        sample_of = dict(
+            zip(hits[0].key[:queries].tolist(), hits[0].sample[:queries].tolist(), strict=True)
+        )
         thumbnail = thumbnails(both[0])
         sheets = Sheets()
         for title, sign in (("gained", 1), ("lost", -1)):

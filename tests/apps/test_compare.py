@@ -16,10 +16,10 @@ import distap
 from distap.apps.compare import Comparison, compare
 from distap.evaluation.described_images import descriptors_of
 from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.saved import read_evaluation
+from distap.evaluation.saved import QUERIED, Retrieved, read_evaluation
 from distap.evaluation.sets import open_set
 from distap.library import load
-from distap.pages.comparison import write_comparison
+from distap.pages import comparison as comparison_page
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, write_described
 from distap.world import World
 
@@ -187,6 +187,55 @@ def test_figures_that_one_run_lacks_are_named(tmp_path, better):
     assert any("6 of the 8 figures" in note and "mAP@R" in note for note in comparison.notes)
 
 
+def test_the_first_figure_that_is_asked_for_is_judged(tmp_path, better, training_shards):
+    first, second = save(better, tmp_path)
+    [pair] = compare(first, second, figures=["R@1", "mAP"]).compared
+    assert [result.figure for result in pair.overall] == ["R@1", "mAP"]
+    with raises("comparison.no_figure", "R@3", "mAP@R"):
+        compare(first, second, figures=["R@1", "R@3"])
+    # A set with classes evaluates mAP too, which counts no test if nobody asked for it.
+    random = np.random.default_rng(0)
+    rows = len(open_set(str(training_shards[1])).images.sets[0])
+    for name in ("a.npy", "b.npy"):
+        values = random.normal(size=(rows, 8))
+        np.save(tmp_path / name, values / np.linalg.norm(values, axis=1, keepdims=True))
+    sides = [tmp_path / name for name in ("a.npy", "b.npy")]
+    [pair] = compare(*sides, data=training_shards[1], figures=["R@1"]).compared
+    assert [result.figure for result in pair.overall] == ["R@1"]
+
+
+def test_an_evaluation_among_other_images_is_told(tmp_path, better):
+    """Queries may be the same, with the same right images, and the rest of the gallery another."""
+    first, second = save(better, tmp_path)
+    assert not any("different images" in note for note in compare(first, second).notes)
+    read_evaluation(second).model_copy(update={"images": 1000}).save(second)
+    assert any("1,000 images" in note for note in compare(first, second).notes)
+
+
+def test_a_missing_side_is_refused_before_anything_is_described(tmp_path):
+    with raises("comparison.missing", "gone"):
+        compare(described(1.4), tmp_path / "gone")
+
+
+def test_an_image_of_the_gallery_may_have_the_name_of_a_query(tmp_path, better, monkeypatch):
+    count = len(KEYS)
+    hits = Retrieved(
+        sample=np.arange(2 * count),
+        key=np.concatenate([KEYS, KEYS]),
+        class_name=np.concatenate([CLASSES, CLASSES]),
+        average_precision=np.ones(count),
+        first_positive=np.ones(count, np.int64),
+        neighbours=np.arange(count)[:, None] + count,
+    )
+    about = {"fingerprint": "f", "protocol": QUERIED, "hits": hits}
+    evaluations = {
+        name: [runs[0].model_copy(update=about)] for name, runs in better.evaluations.items()
+    }
+    monkeypatch.setattr(comparison_page, "thumbnails", lambda evaluation: lambda sample: None)
+    comparison_page.write_comparison(tmp_path / "page.html", better.compared, evaluations)
+    assert "No pictures" not in (tmp_path / "page.html").read_text()
+
+
 def test_an_evaluation_of_before_is_refused(tmp_path, better):
     first, second = save(better, tmp_path)
     (second / "queries.npz").unlink()
@@ -235,6 +284,7 @@ def test_tables_are_those_of_papers(better):
     assert rf"\textbf{{+{100 * first.value:.1f}}}" in latex
     assert latex.startswith(r"\begin{tabular}")
     assert r"figure, \%" in latex
+    assert "& $<$ 0.001" in latex
     rows = [*csv.DictReader(io.StringIO(text))]
     assert float(rows[0]["difference"]) == first.value
     assert (rows[0]["holds"], rows[0]["figure"]) == ("True", "mAP")
@@ -255,7 +305,7 @@ def test_the_command_groups_runs_by_colons(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_fits_and_names_what_changed(tmp_path, better):
-    write_comparison(tmp_path / "page.html", better.compared, better.evaluations)
+    comparison_page.write_comparison(tmp_path / "page.html", better.compared, better.evaluations)
     text = (tmp_path / "page.html").read_text()
     assert better.verdicts[0] in unescape(text)
     assert "Queries that gained most" in text

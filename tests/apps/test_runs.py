@@ -73,8 +73,19 @@ def test_one_checkpoint_stays(runs, keep):
     assert why_kept(run, keep, older=3600) == "younger than --older"
     prune(run, keep)
     assert run.checkpoints.names() == [run.best if keep == "best" else run.newest]
-    assert why_kept(run, keep, older=0) == "nothing to remove"
+    [pruned] = listed_runs(str(runs))
+    assert why_kept(pruned, keep, older=0) == "nothing to remove"
     assert not (runs / "team/first/lease.json").exists()
+
+
+def test_a_checkpoint_that_was_written_after_the_listing_stays(runs):
+    """A training may have gone on, and ended, while other runs were listed."""
+    [run] = listed_runs(str(runs))
+    later = "step-00000099"
+    folder = runs / "team/first/checkpoints"
+    shutil.copytree(folder / run.newest, folder / later)
+    prune(run, "best")
+    assert run.checkpoints.names() == [run.best, later]
 
 
 def test_a_live_run_is_never_pruned(runs):
@@ -117,7 +128,7 @@ def test_the_command_says_what_it_would_do_and_does_it(runs, monkeypatch, capsys
         assert distap(monkeypatch, "runs", runs, *options) == 0
         return capsys.readouterr().out
 
-    [entry] = json.loads(printed("--json"))
+    [entry] = json.loads(printed("--json", "--prune"))
     [run] = listed_runs(str(runs))
     assert (entry["run"], entry["bytes"], entry["best"]) == (run.name, run.size, run.score)
     would = printed("--prune", "--older", "0m", "--dry-run")

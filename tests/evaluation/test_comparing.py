@@ -56,6 +56,19 @@ def test_an_interval_holds_what_the_test_does_not_reject(rng):
     assert compared(values - outside, classes).p <= 0.05
 
 
+@pytest.mark.parametrize("seed", [8, 42, 45])
+def test_classes_without_a_change_leave_interval_and_p_in_agreement(seed):
+    """Flipping them changes no sum but by its last bit, which must not decide."""
+    random = np.random.default_rng(seed)
+    classes = np.repeat(np.arange(8), random.integers(1, 9, 8))
+    baseline = random.random((1, len(classes), 1))
+    values = baseline + random.normal(0.05, 0.1, baseline.shape)
+    is_unchanged = (random.random(8) < 0.4)[classes]
+    values[:, is_unchanged] = baseline[:, is_unchanged]
+    difference = compared(values, classes, baseline)
+    assert (difference.low <= 0 <= difference.high) == (difference.p > 0.05)
+
+
 def test_queries_of_a_class_count_together(rng):
     """Copies of a query add nothing that is known: the interval stays as wide."""
     values = rng.normal(0.1, 1, 50)
