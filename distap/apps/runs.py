@@ -11,12 +11,12 @@ from typing import Any, Literal
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoints
 from distap.checkpoint.finding import opened_checkpoint
 from distap.checkpoint.lease import Lease, why_live
-from distap.checkpoint.manifest import DamagedCheckpointError
+from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError
 from distap.config.reading import parsed_yaml
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.files import Storage
 from distap.storage.locations import parse_store, scheme_of
-from distap.storage.remotes import MissingFileError
+from distap.storage.remotes import MissingFileError, UnreachableError
 from distap.storage.texts import parsed_json
 from distap.telemetry.runlog import STARTS_LOG
 
@@ -42,6 +42,7 @@ class ListedRun:
     score: float | None  # best figure of an undamaged checkpoint
     best: str | None  # the checkpoint with it
     newest: str | None
+    ended_early: bool  # whether evaluation.patience ended it
     user: str  # who started it last; "" of an older run
     written: float  # when it last wrote a checkpoint or was started, in seconds since 1970
 
@@ -52,7 +53,8 @@ class ListedRun:
             return "live"
         if self.step is None:
             return "empty"
-        return "done" if self.steps is not None and self.step >= self.steps else "stopped"
+        is_done = self.steps is not None and self.step >= self.steps
+        return "done" if is_done or self.ended_early else "stopped"
 
     def kept(self, keep: Kept) -> str | None:
         """Return the checkpoint that stays: without a best one, which only an evaluated run has,
@@ -82,7 +84,12 @@ def listed_runs(place: str) -> Iterator[ListedRun]:
         )
     for recipe in recipes:
         folder = recipe.rpartition("/")[0]
-        yield _listed(folder or ".", Storage(storage.where(folder) if folder else storage.base))
+        try:
+            yield _listed(folder or ".", Storage(storage.where(folder) if folder else storage.base))
+        except UnreachableError:
+            raise
+        except DistapError as error:  # of this run alone, such as a damaged recipe
+            logger.warning("%s: left out of the list: %s", storage.where(recipe), error)
 
 
 def _listed(name: str, storage: Storage) -> ListedRun:
@@ -109,9 +116,21 @@ def _listed(name: str, storage: Storage) -> ListedRun:
         score=score,
         best=best,
         newest=newest,
+        ended_early=newest is not None and _has_lost_patience(checkpoints, newest),
         user=str(start.get("user", "")),
         written=max(storage.modified(last), float(start.get("time", 0.0))),
     )
+
+
+def _has_lost_patience(checkpoints: Checkpoints, name: str) -> bool:
+    """Return whether the training ended at this checkpoint, by evaluation.patience."""
+    try:
+        text = checkpoints.storage.read_whole(f"{checkpoints.folder}/{name}/{STATE_FILE}")
+        state = parsed_json(text)
+        patience = state["recipe"]["evaluation"].get("patience")
+        return patience is not None and int(state.get("since_best", 0)) >= patience
+    except (MissingFileError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _last_start(storage: Storage) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from distap.errors import DistapError
 from distap.evaluation.described_images import descriptors_of
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import GroundTruth
-from distap.evaluation.joined_rows import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD, JoinedRows
+from distap.evaluation.joined_rows import JoinedRows
 from distap.evaluation.query_values import (
     Draws,
     QueryValues,
@@ -31,6 +31,7 @@ from distap.evaluation.query_values import (
 )
 from distap.evaluation.row_folder import RowFolder
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
+from distap.evaluation.upgrade import NEW_TO_OLD, OLD_TO_NEW, OLD_TO_OLD
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors, figure_names
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement

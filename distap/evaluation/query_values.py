@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from distap.randomness import permutation
-from distap.retrieval.evaluate import Evaluated
+
+if TYPE_CHECKING:
+    from distap.retrieval.evaluate import Evaluated
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 # of each drawn gallery, or the one that there is: rows of its queries, and what was evaluated
-Draws = Sequence[tuple[Any, Evaluated]]
+Draws = Sequence[tuple[Any, "Evaluated"]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def values_by_query(results: Draws, keys: Sequence[str], classes: Sequence[str])
     positives = np.zeros(len(keys), np.int64)
     domains = np.full(len(keys), "", object)
     for rows, evaluated in results:
-        values = torch.stack([*evaluated.values.values()], dim=1).cpu().numpy()
+        # Without torch, so that a page about a run is written without it.
+        values = np.stack([figure.cpu().numpy() for figure in evaluated.values.values()], axis=1)
         totals[rows] += np.nan_to_num(values)
         draws[rows] += ~np.isnan(values)
         positives[rows] = evaluated.positives.cpu().numpy()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,12 @@ from distap.data.joined import JoinedImages
 from distap.errors import DistapError
 from distap.evaluation.query_values import QueryValues
 from distap.retrieval.descriptor_files import reading
-from distap.retrieval.evaluate import Evaluated
 from distap.storage.atomic import write_whole
 from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
+
+if TYPE_CHECKING:  # a page about a run is written without torch
+    from distap.retrieval.evaluate import Evaluated
 
 FOLDER = "evaluations"
 RESULT_FILE = "result.json"
@@ -52,7 +54,7 @@ class Retrieved:
 
     @classmethod
     def of(
-        cls, images: JoinedImages, samples: NDArray[np.int64], evaluated: Evaluated
+        cls, images: JoinedImages, samples: NDArray[np.int64], evaluated: "Evaluated"
     ) -> "Retrieved":
         """Take the hits of queries, which are the first of `samples`; a gallery follows them."""
         queries = len(evaluated.first_positive)

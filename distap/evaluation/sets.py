@@ -16,10 +16,10 @@ from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
-from distap.evaluation.joined_rows import NEW_TO_OLD, by_direction, upgrade_lines
 from distap.evaluation.row_folder import open_descriptors
 from distap.evaluation.saved import Evaluation
 from distap.evaluation.several_sets import evaluate_merged, merged_sets
+from distap.evaluation.upgrade import NEW_TO_OLD, by_direction, upgrade_lines
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.refinement import Refinement
 from distap.retrieval.row_blocks import open_parts

@@ -19,7 +19,6 @@ from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError, without_secrets
-from distap.evaluation.joined_rows import upgrade_lines
 from distap.evaluation.saved import (
     Evaluation,
     Retrieved,
@@ -27,6 +26,7 @@ from distap.evaluation.saved import (
     read_evaluation,
     saved_steps,
 )
+from distap.evaluation.upgrade import upgrade_lines
 from distap.pages.charts import MOST_POINTS, Chart
 from distap.pages.page import THUMBNAIL, write_page
 from distap.randomness import permutation

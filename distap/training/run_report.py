@@ -18,8 +18,8 @@ from distap.config.recipe import Recipe
 from distap.data.images.damage import REASONS
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
-from distap.evaluation.joined_rows import upgrade_lines
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
+from distap.evaluation.upgrade import upgrade_lines
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry import runlog

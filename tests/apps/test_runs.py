@@ -156,6 +156,25 @@ def test_runs_of_a_bucket_are_listed_and_pruned(runs, s3):
     assert [entry.checkpoints.names() for entry in listed_runs("s3://shards/all")] == [[run.best]]
 
 
+def test_a_run_that_patience_ended_is_done(runs):
+    state = next(iter(sorted((runs / "team/first/checkpoints").iterdir(), reverse=True)))
+    content = json.loads((state / "state.json").read_text())
+    content["recipe"]["evaluation"]["patience"] = 2
+    content["recipe"]["steps"] = 900
+    for since_best, expected in ((1, "stopped"), (2, "done")):
+        content["since_best"] = since_best
+        (state / "state.json").write_text(json.dumps(content))
+        (runs / "team/first/starts.jsonl").write_text('{"step": 0, "steps": 900}')
+        assert [run.state for run in listed_runs(str(runs))] == [expected]
+
+
+def test_a_damaged_recipe_hides_no_other_run(runs, caplog):
+    (runs / "team/second").mkdir()
+    (runs / "team/second/recipe.yaml").write_text("{")
+    assert [run.name for run in listed_runs(str(runs))] == ["team/first"]
+    assert "team/second/recipe.yaml" in caplog.text
+
+
 def test_a_place_without_runs_is_named(tmp_path):
     with raises("run.none", tmp_path, "recipe.yaml"):
         list(listed_runs(str(tmp_path)))
