@@ -4,6 +4,7 @@ A condition is a text such as `category=shoes`, `price<=50` or `size in 38,39`.
 """
 
 import csv
+import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ Cell: TypeAlias = str | int | float
 ORDERS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _CONDITION = re.compile(r"(.+?)\s*(<=|>=|!=|=|<|>|\sin\s)\s*(.*)", re.DOTALL)
 # 007 is a code, and no number
-_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?")
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?", re.ASCII)
+_LIMIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 class Condition(NamedTuple):
@@ -138,7 +140,7 @@ def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator
         if name not in types:
             raise _unknown_column(name, types, data)
         is_numeric = types[name] == "number"
-        numbers = [float(value) for value in values if _NUMBER.fullmatch(value)]
+        numbers = [number for value in values if math.isfinite(number := _as_limit(value))]
         if sign in ORDERS and not (is_numeric and len(numbers) == 1):
             reason = "the column holds texts" if numbers else f"{values[0]!r} is no number"
             raise DistapError(
@@ -172,6 +174,12 @@ def _conditions_of_value(name: str, value: Any) -> Iterable[tuple[str, str, list
             raise _no_condition(f"{name}: {sign!r}")
         several = isinstance(limit, Iterable) and not isinstance(limit, str)
         yield name, sign, list(map(str, limit if several else [limit]))
+
+
+def _as_limit(value: str) -> float:
+    """Return the number that a condition gives; NaN if it is none."""
+    # Wider than the cells of a column: Python writes 0.1 + 0.2 with 17 decimals, and 1e-7 so.
+    return float(value) if _LIMIT.fullmatch(value) else math.nan
 
 
 def _no_condition(text: str) -> DistapError:

@@ -94,13 +94,25 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
     return counts | {"written": len(rows), "deleted": len(gone)}
 
 
-def _record(index: SearchIndex) -> dict[str, Any]:
-    names = index.images.columns
-    taken = [name for name in names if name in STORE_NAMES]
+def require_free_columns(index: SearchIndex) -> None:
+    """Raise a DistapError for a column whose name a store uses itself, or cannot hold."""
+    # LanceDB adds _distance and the like to answers, and takes a dot for a field within a field.
+    taken = [
+        name
+        for name in index.images.columns
+        if name.lower() in STORE_NAMES or name.startswith("_") or "." in name
+    ]
     if taken:
         raise DistapError(
-            "index.reserved_column", f"the column {taken[0]} has a name that stores use: rename it"
+            "index.reserved_column",
+            f"the column {taken[0]!r} has a name that stores use or cannot hold: give it another"
+            " one, without a dot or a leading _",
         )
+
+
+def _record(index: SearchIndex) -> dict[str, Any]:
+    require_free_columns(index)
+    names = index.images.columns
     files = json.dumps(index.about["files"], sort_keys=True)
     record = {
         "generation": index.generation,

@@ -125,4 +125,8 @@ def _sql(condition: Condition) -> str:
     if condition.is_range:
         return f"{name} {condition.sign} {values[0]}"
     listed = f"{name} IN ({', '.join(values)})" if values else "FALSE"
-    return f"({name} IS NULL OR NOT {listed})" if condition.sign == "!=" else listed
+    # So NULL has to be asked for: `x != 1` holds for an empty cell, and `x=` for nothing else.
+    wants_empty = (condition.sign == "!=") != ("" in condition.values)
+    if condition.sign == "!=":
+        listed = f"NOT {listed}"
+    return f"({name} IS NULL OR {listed})" if wants_empty else f"({name} IS NOT NULL AND {listed})"

@@ -124,6 +124,12 @@ def _filter(condition: Condition) -> models.Filter:
     if not condition.is_numeric:
         match = models.MatchAny(any=list(condition.values))
         conditions.append(models.FieldCondition(key=name, match=match))
+    if "" in condition.values:
+        # An empty cell is null there, which equals no text.
+        conditions.append(models.IsEmptyCondition(is_empty=models.PayloadField(key=name)))
+    if not conditions:
+        # A number is asked to equal a text. Qdrant takes a filter of no conditions for any point.
+        conditions.append(models.HasIdCondition(has_id=[]))
     if condition.sign == "!=":
         return models.Filter(must_not=conditions)
     return models.Filter(should=conditions)
