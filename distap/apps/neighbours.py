@@ -81,7 +81,9 @@ def _names(index: SearchIndex, groups: NDArray[np.int64], group: str | None) -> 
     """Return the name of each group: its cell; the key of an image whose cell is empty."""
     numbers, rows = np.unique(groups, return_index=True)
     names = [""] * (int(numbers[-1]) + 1)
-    cells = index.keys if group is None else index.images.columns.get(group, index.classes)
+    cells = index.keys
+    if group is not None and group != "key":
+        cells = index.images.columns.get(group, index.classes)
     for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
         names[number] = str(cells[row]) or str(index.keys[row])
     return names
