@@ -9,13 +9,13 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError, suggestion
 from distap.retrieval.descriptor_files import DescriptorSet, Texts
-from distap.storage.names import composed
 
 # Conditions that must all hold: texts, or values by column: one, several of which one must match,
 # or limits such as {">=": 20, "<": 50}.
@@ -83,6 +83,10 @@ class ImageColumns:
         """Return (N,) the number of each image's group: equal cells; an empty cell stands alone."""
         if name not in self._groups:
             texts = self._column(name)
+            #     cells        p2  ""  p1  ""  p2
+            #     places        2   0   1   0   2     of "", p1, p2
+            #     apart         2   3   1   4   2     a place of its own for each empty cell
+            #     groups        1   2   0   3   1     without the gap that "" has left
             names, numbers = np.unique(texts, return_inverse=True)
             empty = np.flatnonzero(texts == "")
             # Images of no product are not images of one product.
@@ -103,6 +107,7 @@ class ImageColumns:
     def numbers(self, name: str) -> NDArray[np.float64] | None:
         """Return (N,) the numbers of a column, NaN for empty cells; None for a column of texts."""
         if name not in self._numbers:
+            # A column has far fewer prices than cells, and a text is slow to match.
             cells, places = np.unique(self._column(name), return_inverse=True)
             filled = [cell for cell in cells.tolist() if cell]
             numbers = None
@@ -124,6 +129,8 @@ class ImageColumns:
         elif condition.is_range:
             mask = ORDERS[condition.sign](numbers, condition.numbers[0])
         else:
+            # By value, so that price=12.5 finds 12.50. NaN equals nothing, so empty cells are
+            # asked for by themselves.
             mask = np.isin(numbers, condition.numbers)
             if "" in condition.values:
                 mask |= np.isnan(numbers)
@@ -147,7 +154,11 @@ def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator
                 "search.no_number",
                 f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`",
             )
-        yield Condition(name, sign, tuple(map(composed, values)), tuple(numbers), is_numeric)
+        # Columns are composed, but keys stay as files are named, and macOS decomposes é there. To
+        # look for both forms is cheaper than a composed copy of a million keys.
+        forms = [normalize(form, value) for value in values for form in ("NFC", "NFD")]
+        texts = tuple(dict.fromkeys(forms))
+        yield Condition(name, sign, texts, tuple(numbers), is_numeric)
 
 
 def _conditions(where: Where) -> Iterable[tuple[str, str, list[str]]]:

@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,13 +36,6 @@ class StoreRow(NamedTuple):
     columns: dict[str, Cell | None]
 
 
-class StoreHit(NamedTuple):
-    key: str
-    class_name: str
-    similarity: float
-    columns: dict[str, Cell]
-
-
 class Store(Protocol):
     """A store's own client. `record` describes the index whose rows it holds."""
 
@@ -64,7 +58,7 @@ class Store(Protocol):
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         """Return the k rows of the highest inner product that fulfil all conditions."""
 
     def vector(self, key: str) -> NDArray[np.float32] | None: ...
@@ -73,6 +67,10 @@ class Store(Protocol):
 def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
     """Make a store hold a generation of an index; return numbers of rows by what was done."""
     record = _record(index)
+    #     record of the store      what a copy does
+    #     equal                    nothing
+    #     other rows               writes and deletes by the stamps, then keeps the record
+    #     other fixed entries      begins with an empty table, whose record has no generation
     before = store.record()
     counts = {"written": 0, "deleted": 0, "images": len(index)}
     if before == record:
@@ -83,15 +81,19 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
         store.create(record)
     # Rows of a copy that was stopped have the stamps of what was written, and stay.
     stored = store.stamps()
-    rows = [row for row in _rows(index) if stored.get(row.key) != row.stamp]
-    batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-    for batch in track(batches, "copying", len(batches)):
+    # One batch at a time: a million vectors of 512 numbers would take 2 GB of memory.
+    rows = track(_rows(index), "copying", len(index))
+    changed = (row for row in rows if stored.get(row.key) != row.stamp)
+    while batch := list(islice(changed, BATCH)):
         store.write(batch)
+        counts["written"] += len(batch)
+    # Deleted last, so that a search during the copy misses no image that stays.
     gone = sorted(stored.keys() - {*index.keys.tolist()})
     for start in range(0, len(gone), BATCH):
         store.delete(gone[start : start + BATCH])
+    # The record comes last: until then the store counts as one whose copy was stopped.
     store.finish(record)
-    return counts | {"written": len(rows), "deleted": len(gone)}
+    return counts | {"deleted": len(gone)}
 
 
 def require_free_columns(index: SearchIndex) -> None:
@@ -170,13 +172,7 @@ class StoreGallery:
         types = {"key": "text", "class": "text", **self.record["columns"]}
         conditions = list(conditions_of(where, types, self.data))
         queries = on_device(given_rows(descriptors, "query", single=True)).numpy()
-        return [
-            [
-                Hit(hit.key, hit.class_name, hit.similarity, -1, columns=hit.columns)
-                for hit in self.store.search(query, k, conditions)
-            ]
-            for query in queries
-        ]
+        return [self.store.search(query, k, conditions) for query in queries]
 
     def has(self, key: str) -> bool:
         return self.store.vector(key) is not None

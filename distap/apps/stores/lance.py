@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from distap.apps.stores.copying import StoreHit, StoreRow
+from distap.apps.stores.copying import STORE_NAMES, StoreRow
 from distap.retrieval.filters import Condition
+from distap.retrieval.searching import Hit
 
 IMAGES_TABLE = "images"
 RECORDS = "distap"
@@ -22,8 +23,6 @@ class LanceStore:
 
     def __init__(self, place: str) -> None:
         self._database = lancedb.connect(place)
-        self._is_exact = False
-        self.record()
 
     @property
     def _table(self) -> Any:
@@ -34,7 +33,6 @@ class LanceStore:
             return None
         [row] = self._database.open_table(RECORDS).to_arrow().to_pylist()
         record: dict[str, Any] = json.loads(row["record"])
-        self._is_exact = record["kind"] == "flat"
         return record
 
     def create(self, record: dict[str, Any]) -> None:
@@ -46,6 +44,7 @@ class LanceStore:
             "stamp": pyarrow.int64(),
             **{name: types[kind] for name, kind in record["columns"].items()},
         }
+        # Before the record: stopped in between, the old record asks for an empty table once more.
         self._database.create_table(IMAGES_TABLE, schema=pyarrow.schema(fields), mode="overwrite")
         # Not of this generation yet, so that a copy that is stopped goes on.
         self._keep({**record, "generation": "", "files": ""})
@@ -89,22 +88,21 @@ class LanceStore:
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         # Descriptors have length 1, so that this is the cosine, as exactly as distap computes it.
         asked = self._table.search(query).distance_type("dot").limit(k)
-        if self._is_exact:
-            asked = asked.bypass_vector_index()
         if conditions:
+            # Without `prefilter` the k nearest are found first and filtered then, and few are left.
             asked = asked.where(" AND ".join(map(_sql, conditions)), prefilter=True)
         hits = []
         for row in asked.to_list():
             columns = {
                 name: cell
                 for name, cell in row.items()
-                if name not in ("key", "class", "vector", "stamp", "_distance")
-                and cell not in (None, "")
+                if name not in (*STORE_NAMES, "_distance") and cell not in (None, "")
             }
-            hits.append(StoreHit(row["key"], row["class"], 1 - row["_distance"], columns))
+            # LanceDB's distance of inner products is 1 less the product.
+            hits.append(Hit(row["key"], row["class"], 1 - row["_distance"], -1, columns=columns))
         return hits
 
     def vector(self, key: str) -> NDArray[np.float32] | None:

@@ -2,15 +2,16 @@
 
 import atexit
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from qdrant_client import QdrantClient, models
 
-from distap.apps.stores.copying import StoreHit, StoreRow
+from distap.apps.stores.copying import STORE_NAMES, StoreRow
 from distap.retrieval.filters import Condition
+from distap.retrieval.searching import Hit
 
 COLLECTION = "images"
 RECORDS = "distap"  # collection with one point, whose payload is the record
@@ -46,17 +47,17 @@ class QdrantStore:
         self.finish({**record, "generation": "", "files": ""})
 
     def stamps(self) -> dict[str, int]:
-        return {payload["key"]: payload["stamp"] for payload in self._payloads()}
-
-    def _payloads(self) -> Iterator[dict[str, Any]]:
+        stamps = dict[str, int]()
         offset: Any = None
         while True:
             points, offset = self._client.scroll(
                 COLLECTION, limit=SCROLLED, offset=offset, with_payload=["key", "stamp"]
             )
-            yield from (point.payload or {} for point in points)
+            for point in points:
+                payload = point.payload or {}
+                stamps[payload["key"]] = payload["stamp"]
             if offset is None:
-                return
+                return stamps
 
     def write(self, rows: Sequence[StoreRow]) -> None:
         points = [
@@ -82,7 +83,7 @@ class QdrantStore:
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         answer = self._client.query_points(
             COLLECTION,
             query=query.tolist(),
@@ -92,12 +93,13 @@ class QdrantStore:
         )
         hits = []
         for point in answer.points:
-            payload = {name: cell for name, cell in (point.payload or {}).items() if cell != ""}
-            key = payload.pop("key")
-            class_name = payload.pop("class", "")
-            del payload["stamp"]
-            columns = {name: cell for name, cell in payload.items() if cell is not None}
-            hits.append(StoreHit(key, class_name, point.score, columns))
+            payload = point.payload or {}
+            columns = {
+                name: cell
+                for name, cell in payload.items()
+                if name not in STORE_NAMES and cell is not None
+            }
+            hits.append(Hit(payload["key"], payload["class"], point.score, -1, columns=columns))
         return hits
 
     def vector(self, key: str) -> NDArray[np.float32] | None:
