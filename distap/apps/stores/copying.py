@@ -4,10 +4,9 @@ A store has a record of the generation that it holds. Each of its rows has a sta
 written, so that another copy writes and deletes only what differs, and a stopped one goes on.
 """
 
-import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy
-from distap.retrieval.filters import Cell, Condition, Where, conditions_of
+from distap.retrieval.filters import Condition, Where, conditions_of
 from distap.retrieval.row_blocks import given_rows, on_device
 from distap.retrieval.searching import Hit, SearchIndex
 from distap.telemetry.terminal import track
@@ -27,13 +26,10 @@ STORE_NAMES = ("key", "class", "vector", "stamp")  # names in a store beside the
 
 
 class StoreRow(NamedTuple):
-    """An image in a store. Empty cells are None."""
+    """An image in a store."""
 
-    key: str
-    class_name: str
     vector: NDArray[np.float32]  # (C,)
-    stamp: int
-    columns: dict[str, Cell | None]
+    payload: dict[str, Any]  # key, class, stamp and columns; empty cells are None
 
 
 class Store(Protocol):
@@ -83,7 +79,7 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
     stored = store.stamps()
     # One batch at a time: a million vectors of 512 numbers would take 2 GB of memory.
     rows = track(_rows(index), "copying", len(index))
-    changed = (row for row in rows if stored.get(row.key) != row.stamp)
+    changed = (row for row in rows if stored.get(row.payload["key"]) != row.payload["stamp"])
     while batch := list(islice(changed, BATCH)):
         store.write(batch)
         counts["written"] += len(batch)
@@ -114,18 +110,15 @@ def require_free_columns(index: SearchIndex) -> None:
 
 def _record(index: SearchIndex) -> dict[str, Any]:
     require_free_columns(index)
-    names = index.images.columns
-    files = json.dumps(index.about["files"], sort_keys=True)
     record = {
         "generation": index.generation,
-        "files": hashlib.sha256(files.encode()).hexdigest(),
+        # Sizes and hashes, since an index that is built anew begins with the same generation.
+        "files": index.about["files"],
         "data": index.data,
         "dimensions": index.index.d,
         "kind": index.about["index"]["kind"],
         "described_by": [asdict(maker) for maker in index.makers],
-        "columns": {
-            name: "text" if index.columns.numbers(name) is None else "number" for name in names
-        },
+        "columns": index.columns.types(),
     }
     # Through JSON, as stores keep it: a tuple would not equal the list that it becomes there.
     plain: dict[str, Any] = json.loads(json.dumps(record))
@@ -143,7 +136,15 @@ def _rows(index: SearchIndex) -> Iterator[StoreRow]:
         contents = json.dumps([class_name, columns]).encode()
         stamp = zlib.crc32(contents, zlib.crc32(vector.tobytes()))
         # Without the generation, so that a row that stays the same is not written again.
-        yield StoreRow(key, class_name, vector, stamp, columns)
+        yield StoreRow(vector, {"key": key, "class": class_name, "stamp": stamp, **columns})
+
+
+def hit_of(payload: Mapping[str, Any], similarity: float) -> Hit:
+    """Return the hit of a row in a store."""
+    columns = {
+        name: cell for name, cell in payload.items() if name not in STORE_NAMES and cell is not None
+    }
+    return Hit(payload["key"], payload["class"], similarity, row=-1, columns=columns)
 
 
 @dataclass(frozen=True, eq=False)

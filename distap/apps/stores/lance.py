@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from distap.apps.stores.copying import STORE_NAMES, StoreRow
+from distap.apps.stores.copying import StoreRow, hit_of
 from distap.retrieval.filters import Condition
 from distap.retrieval.searching import Hit
 
@@ -59,16 +59,7 @@ class LanceStore:
 
     def write(self, rows: Sequence[StoreRow]) -> None:
         table = self._table
-        entries = [
-            {
-                "key": row.key,
-                "class": row.class_name,
-                "vector": row.vector,
-                "stamp": row.stamp,
-                **row.columns,
-            }
-            for row in rows
-        ]
+        entries = [{**row.payload, "vector": row.vector} for row in rows]
         # The key finds the row to replace, so that writing twice does no harm.
         merging = table.merge_insert("key").when_matched_update_all().when_not_matched_insert_all()
         merging.execute(pyarrow.Table.from_pylist(entries, schema=table.schema))
@@ -94,16 +85,8 @@ class LanceStore:
         if conditions:
             # Without `prefilter` the k nearest are found first and filtered then, and few are left.
             asked = asked.where(" AND ".join(map(_sql, conditions)), prefilter=True)
-        hits = []
-        for row in asked.to_list():
-            columns = {
-                name: cell
-                for name, cell in row.items()
-                if name not in (*STORE_NAMES, "_distance") and cell not in (None, "")
-            }
-            # LanceDB's distance of inner products is 1 less the product.
-            hits.append(Hit(row["key"], row["class"], 1 - row["_distance"], -1, columns=columns))
-        return hits
+        # LanceDB's distance of inner products is 1 less the product.
+        return [hit_of(row, 1 - row.pop("_distance")) for row in asked.to_list()]
 
     def vector(self, key: str) -> NDArray[np.float32] | None:
         rows = self._table.search().where(f"key = {_quoted(key)}").limit(1).to_list()

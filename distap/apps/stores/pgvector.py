@@ -1,8 +1,6 @@
 """An index as a script for PostgreSQL with pgvector, in its COPY format."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,22 +10,20 @@ from distap.retrieval.searching import SearchIndex
 from distap.storage.atomic import replacing
 
 SQL_TABLE = "distap_images"
+SQL_TYPES = {"text": "text", "number": "double precision"}
 # The kinds of pgvector for ours; a flat index needs none.
 INDEXES = {"hnsw": "hnsw", "flat": ""}
-_ESCAPED = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_ESCAPED = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
 def write_pgvector(path: Path, index: SearchIndex) -> None:
     """Write a script for `psql -f` that makes a table hold this generation, or changes nothing."""
     require_free_columns(index)
     images = index.images
-    types = {
-        name: "text" if index.columns.numbers(name) is None else "double precision"
-        for name in images.columns
-    }
-    columns = {"key": "text PRIMARY KEY", "class": "text", **types}
-    columns["vector"] = f"vector({index.index.d})"
-    fields = ", ".join(f"{_name(name)} {kind}" for name, kind in columns.items())
+    types = {"key": "text PRIMARY KEY", "class": "text"}
+    types |= {name: SQL_TYPES[kind] for name, kind in index.columns.types().items()}
+    types["vector"] = f"vector({index.index.d})"
+    fields = ", ".join(f"{_name(name)} {kind}" for name, kind in types.items())
     method = INDEXES.get(index.about["index"]["kind"], "ivfflat")
     with replacing(path) as file:
 
@@ -58,9 +54,9 @@ def _name(column: str) -> str:
     return '"' + column.replace('"', '""') + '"'
 
 
-def _cell(cell: Cell | None) -> Any:
+def _cell(cell: Cell | None) -> str:
     """Return a cell in COPY's text format, in which \\N is NULL."""
     if cell is None:
         return "\\N"
     # A bare \\. would end the data, and a bare tab or line break the cell or the row.
-    return re.sub(r"[\\\t\n\r]", lambda match: _ESCAPED[match[0]], str(cell))
+    return str(cell).translate(_ESCAPED)

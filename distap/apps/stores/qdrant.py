@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from qdrant_client import QdrantClient, models
 
-from distap.apps.stores.copying import STORE_NAMES, StoreRow
+from distap.apps.stores.copying import StoreRow, hit_of
 from distap.retrieval.filters import Condition
 from distap.retrieval.searching import Hit
 
@@ -62,14 +62,7 @@ class QdrantStore:
     def write(self, rows: Sequence[StoreRow]) -> None:
         points = [
             models.PointStruct(
-                id=_identity(row.key),
-                vector=row.vector.tolist(),
-                payload={
-                    "key": row.key,
-                    "class": row.class_name,
-                    "stamp": row.stamp,
-                    **row.columns,
-                },
+                id=_identity(row.payload["key"]), vector=row.vector.tolist(), payload=row.payload
             )
             for row in rows
         ]
@@ -91,16 +84,7 @@ class QdrantStore:
             query_filter=models.Filter(must=list(map(_filter, conditions))),
             search_params=models.SearchParams(exact=self._is_exact),
         )
-        hits = []
-        for point in answer.points:
-            payload = point.payload or {}
-            columns = {
-                name: cell
-                for name, cell in payload.items()
-                if name not in STORE_NAMES and cell is not None
-            }
-            hits.append(Hit(payload["key"], payload["class"], point.score, -1, columns=columns))
-        return hits
+        return [hit_of(point.payload or {}, point.score) for point in answer.points]
 
     def vector(self, key: str) -> NDArray[np.float32] | None:
         points = self._client.retrieve(COLLECTION, [_identity(key)], with_vectors=True)
