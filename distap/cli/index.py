@@ -133,12 +133,14 @@ def _print_update(folder: Path, result: dict[str, Any], dry: bool, as_json: bool
     counts = "{new:,} new, {replaced:,} replaced, {relabelled:,} with another class or columns"
     counts += ", {same:,} the same, {removed:,} removed"
     if result["left_out"]:
-        counts += ", {left_out:,} left out, which cannot be read"
+        counts += "; of these {left_out:,} cannot be read and were left out"
     text = counts.format(**result)
     if dry:
         print_result(f"{folder}: would be: {text}; nothing was changed")
         return
-    print_result(f"{folder}: {text}", f"generation {result['generation']}: {result['images']:,}")
+    print_result(
+        f"{folder}: {text}", f"generation {result['generation']}: {result['images']:,} images"
+    )
 
 
 def _build(gallery: "DescriptorSet", output: Path, kind: str, search: str, as_json: bool) -> None:
