@@ -4,7 +4,6 @@ A condition is a text such as `category=shoes`, `price<=50` or `size in 38,39`.
 """
 
 import csv
-import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,9 @@ ORDERS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.
 _CONDITION = re.compile(r"(.+?)\s*(<=|>=|!=|=|<|>|\sin\s)\s*(.*)", re.DOTALL)
 # 007 is a code, and no number
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?", re.ASCII)
-_LIMIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+# Wider than a cell, as Python writes 0.1 + 0.2 with 17 decimals, and 1e-7 so; but always finite,
+# since a store's SQL has no word for infinity.
+_LIMIT = re.compile(r"[-+]?(\d{1,99}\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.ASCII | re.IGNORECASE)
 
 
 class Condition(NamedTuple):
@@ -70,10 +71,7 @@ class ImageColumns:
         """
         if not where:
             return None
-        types = {
-            name: "text" if self.numbers(name) is None else "number"
-            for name in dict.fromkeys(name for name, _, _ in _conditions(where))
-        }
+        types = {name: self.type_of(name) for name, _, _ in _conditions(where)}
         masks = [
             self._mask(condition) for condition in conditions_of(where, types, self._images.data)
         ]
@@ -84,15 +82,15 @@ class ImageColumns:
         if name not in self._groups:
             texts = self._column(name)
             #     cells        p2  ""  p1  ""  p2
-            #     places        2   0   1   0   2     of "", p1, p2
-            #     apart         2   3   1   4   2     a place of its own for each empty cell
-            #     groups        1   2   0   3   1     without the gap that "" has left
+            #     numbers       2   0   1   0   2     of "", p1, p2
+            #     apart         2   3   1   4   2     one of its own for each empty cell
+            #     groups        1   2   0   3   1     from 0: "", which sorts first, left a gap
             names, numbers = np.unique(texts, return_inverse=True)
             empty = np.flatnonzero(texts == "")
             # Images of no product are not images of one product.
             numbers[empty] = len(names) + np.arange(len(empty))
-            # without gaps, so that the highest number tells how many there are
-            self._groups[name] = np.unique(numbers, return_inverse=True)[1].astype(np.int64)
+            # Without gaps, so that the highest number tells how many there are.
+            self._groups[name] = numbers - numbers.min(initial=len(names))
         return self._groups[name]
 
     def cells(self, row: int) -> dict[str, Cell]:
@@ -103,6 +101,14 @@ class ImageColumns:
             for name, text in texts.items()
             if text
         }
+
+    def type_of(self, name: str) -> str:
+        """Return the type of a column: `number` if all its cells are, else `text`."""
+        return "text" if self.numbers(name) is None else "number"
+
+    def types(self) -> dict[str, str]:
+        """Return the type of each column of the list."""
+        return {name: self.type_of(name) for name in self._images.columns}
 
     def numbers(self, name: str) -> NDArray[np.float64] | None:
         """Return (N,) the numbers of a column, NaN for empty cells; None for a column of texts."""
@@ -147,7 +153,7 @@ def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator
         if name not in types:
             raise _unknown_column(name, types, data)
         is_numeric = types[name] == "number"
-        numbers = [number for value in values if math.isfinite(number := _as_limit(value))]
+        numbers = [float(value) for value in values if _LIMIT.fullmatch(value)]
         if sign in ORDERS and not (is_numeric and len(numbers) == 1):
             reason = "the column holds texts" if numbers else f"{values[0]!r} is no number"
             raise DistapError(
@@ -185,12 +191,6 @@ def _conditions_of_value(name: str, value: Any) -> Iterable[tuple[str, str, list
             raise _no_condition(f"{name}: {sign!r}")
         several = isinstance(limit, Iterable) and not isinstance(limit, str)
         yield name, sign, list(map(str, limit if several else [limit]))
-
-
-def _as_limit(value: str) -> float:
-    """Return the number that a condition gives; NaN if it is none."""
-    # Wider than the cells of a column: Python writes 0.1 + 0.2 with 17 decimals, and 1e-7 so.
-    return float(value) if _LIMIT.fullmatch(value) else math.nan
 
 
 def _no_condition(text: str) -> DistapError:

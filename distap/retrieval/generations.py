@@ -55,6 +55,8 @@ def updating(folder: Path) -> Iterator[None]:
     Raises:
         DistapError: another process is writing the next generation.
     """
+    # The file is never removed: a second writer could lock the removed one while a third locks a
+    # new one of the same name, and both would write.
     try:
         make_folder(folder)
         lock = (folder / LOCK_FILE).open("ab")
@@ -69,7 +71,7 @@ def updating(folder: Path) -> Iterator[None]:
             raise DistapError(
                 "index.locked", f"{folder}: another update of this index is under way; wait for it"
             ) from error
-        # The lock ends with the file that holds it, also if the process is killed.
+        # The kernel drops the lock with the process, also one that is killed, so none is stale.
         yield
 
 
@@ -102,7 +104,9 @@ def write_generation(folder: Path, write: Callable[[Path], None], check: Callabl
         if number_of_current() != number:
             shutil.rmtree(new, ignore_errors=True)
         raise
-    # Files that a reader has mapped stay on the disk until it closes them.
+    # A reader may have read the old name from `current` and not yet opened its files: so the
+    # generation before stays. Of those before it, files that a reader has mapped stay on the disk
+    # until it closes them.
     for path in sorted(generations.iterdir())[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     return checked
