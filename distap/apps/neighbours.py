@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distap.apps.search import Query, open_thumbnails, write_search_page
 from distap.errors import DistapError
 from distap.retrieval.row_blocks import row_blocks, without_rows
-from distap.retrieval.searching import Hit, SearchIndex
+from distap.retrieval.searching import SearchIndex
 from distap.storage.atomic import write_whole
 from distap.telemetry.terminal import track
 
@@ -57,13 +57,18 @@ def neighbours_of_all(index: SearchIndex, k: int, group: str | None = None) -> N
     neighbour = np.concatenate(others)
     similarity = np.concatenate(values)
 
-    # Several images of a product may have found the same one: its best hit comes first.
-    order = np.lexsort((-similarity, neighbour, query))
+    # Several images of a product may have found the same one. With the best hits first, the first
+    # of equal pairs is kept:
+    #
+    #     query       p1    p1    p1    p2          images 0, 1 and 2 are of p1
+    #     similarity  0.9   0.8   0.7   0.9
+    #     neighbour   p2    p3    p2    p1
+    #     kept        yes   yes         yes
+    order = np.lexsort((neighbour, -similarity, query))
     order = order[neighbour[order] >= 0]
-    pairs = np.stack([query, neighbour], axis=1)[order]
-    is_first = np.r_[True, (pairs[1:] != pairs[:-1]).any(axis=1)][: len(order)]
-    order = order[is_first]
-    order = order[np.lexsort((neighbour[order], -similarity[order], query[order]))]
+    # A number for each pair, which NumPy compares faster than two.
+    pairs = query[order] * len(index) + neighbour[order]
+    order = order[np.sort(np.unique(pairs, return_index=True)[1])]
     # Within the neighbours of a query, the place is the rank.
     starts = np.searchsorted(query[order], query[order])
     rank = np.arange(len(order)) - starts + 1
@@ -81,7 +86,9 @@ def _names(index: SearchIndex, groups: NDArray[np.int64], group: str | None) -> 
     """Return the name of each group: its cell; the key of an image whose cell is empty."""
     numbers, rows = np.unique(groups, return_index=True)
     names = [""] * (int(numbers[-1]) + 1)
-    cells = index.keys if group is None else index.images.columns.get(group, index.classes)
+    cells = index.keys
+    if group is not None and group != "key":
+        cells = index.images.columns.get(group, index.classes)
     for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
         names[number] = str(cells[row]) or str(index.keys[row])
     return names
@@ -128,9 +135,14 @@ def near_duplicates(index: SearchIndex, threshold: float) -> list[list[int]]:
 
     The largest group comes first. A flat index finds all pairs; another one those that it finds.
     """
-    above = np.arange(len(index))  # a row of the same group; the first row of a group is its own
+    # Union-find: each row points to one above it, and the uppermost, which points to itself,
+    # stands for its group. With rows 0 and 1 in a group, and 2 and 3 in another, the pair (1, 3)
+    # joins both:
+    #
+    #     before    0 0 2 2
+    #     after     0 0 0 2      2, which stood for its group, points to 0
+    above = np.arange(len(index))
 
-    # Union-find: each row points to one above, and the uppermost stands for its group.
     def first_of(row: int) -> int:
         while above[row] != row:
             # halves the way for the next one that goes it
@@ -139,6 +151,7 @@ def near_duplicates(index: SearchIndex, threshold: float) -> list[list[int]]:
         return row
 
     for places, block in _blocks(index, "comparing"):
+        # Most images have no duplicate, so a few hits prove that there is none.
         k = FIRST_K
         similarities, rows = index.ranked(block, k)
         # All hits of a query may be duplicates: then there may be more of them.
@@ -148,8 +161,7 @@ def near_duplicates(index: SearchIndex, threshold: float) -> list[list[int]]:
         queries, hits = np.nonzero((similarities >= threshold) & (rows >= 0))
         pairs = zip((queries + places.start).tolist(), rows[queries, hits].tolist(), strict=True)
         for query, hit in pairs:
-            first, second = sorted((first_of(query), first_of(hit)))
-            above[second] = first
+            above[first_of(hit)] = first_of(query)
     groups = defaultdict[int, list[int]](list)
     for row in range(len(index)):
         groups[first_of(row)].append(row)
@@ -174,14 +186,9 @@ def write_duplicates_page(
         descriptor = np.asarray(index.images.descriptors[first], np.float32)
         key = str(index.keys[first])
         hits = [
-            Hit(
-                str(index.keys[row]),
-                str(index.classes[row]),
-                float(index.images.descriptors[row] @ descriptor),
-                row,
-                columns=index.columns.cells(row),
-            )
-            for row in further
+            index.hit(row, float(index.images.descriptors[row] @ descriptor)) for row in further
         ]
         results.append(Query(key, key=key, hits=hits))
-    write_search_page(path, results, index, open_thumbnails(index, images))
+    # The page names both numbers, since groups beyond SHOWN_GROUPS are in the JSON alone.
+    title = f"Near duplicates: {len(results):,} of {len(groups):,} groups"
+    write_search_page(path, results, index, open_thumbnails(index, images), title)

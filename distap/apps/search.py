@@ -15,7 +15,7 @@ from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.filters import Where
-from distap.retrieval.searching import Hit, SearchIndex, rows_of_keys
+from distap.retrieval.searching import Hit, SearchIndex
 from distap.retrieval.stored_index import read_index
 from distap.storage.locations import parse_source
 from distap.storage.names import composed
@@ -187,7 +187,7 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Pictures:
             )
             continue
         opened.append(where)
-        rows = rows_of_keys(index, images.keys.tolist()).tolist()
+        rows = index.rows_of(images.keys.tolist()).tolist()
         places |= {row: (images, sample) for sample, row in enumerate(rows) if row >= 0}
     missing = len(index) - len(places)
     if missing and opened:
@@ -239,7 +239,11 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
 
 
 def write_search_page(
-    path: Path, results: Sequence[Query], index: SearchIndex, thumbnails: Thumbnails
+    path: Path,
+    results: Sequence[Query],
+    index: SearchIndex,
+    thumbnails: Thumbnails,
+    title: str = "Search results",
 ) -> None:
     """Write the results, in their order, as one HTML file; its folder is created."""
 
@@ -254,7 +258,7 @@ def write_search_page(
     write_page(
         path,
         "search.html",
-        title="Search results",
+        title=title,
         index=index,
         results=[
             (query, query_picture(query), [(hit, thumbnails(hit.row)) for hit in query.hits])

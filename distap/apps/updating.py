@@ -15,7 +15,7 @@ from distap.retrieval.changing import changed_index
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.generations import current_generation, updating
 from distap.retrieval.joining import checksums_of
-from distap.retrieval.searching import SearchIndex, rows_of_keys
+from distap.retrieval.searching import SearchIndex
 from distap.retrieval.stored_index import read_index, write_next
 from distap.storage.names import composed
 from distap.storage.texts import read_text
@@ -82,25 +82,33 @@ def update_index(
             the network is another one; another update is under way.
     """
     current_generation(folder)  # before a lock makes a folder of a misspelt name
+    # Locked from the first read to the switch: a change computed from an older generation would
+    # undo what another update has written meanwhile.
     with updating(folder):
-        index = read_index(folder, changeable=True)
+        # Into memory, since Faiss cannot change an index that lies in a mapped file.
+        index = read_index(folder, changeable=not dry)
         images = None if source is None else open_images(source)
         changes = _changes(index, images, _keys_in(remove), folder)
         if not replaces:
             _refuse_other_contents(changes, folder)
         result: dict[str, Any] = {**changes.counts, "left_out": 0, "generation": index.generation}
-        if dry or not any(count for name, count in changes.counts.items() if name != "same"):
+        if dry:
             return result | {"images": len(index)}
         # Everything that can go wrong comes before the first byte is written.
         described = _described(index, changes, network, folder)
+        count = len(described or ())
+        result["left_out"] = len(changes.new) + len(changes.replaced) - count
+        # A damaged image in a list that comes every night is no reason to write all rows anew.
+        if not count + len(changes.relabelled) + len(changes.removed):
+            return result | {"images": len(index)}
+        types = index.columns.types()
         index = _relabelled(index, changes)
         gone = changes.removed
         if described is not None:
-            rows = rows_of_keys(index, described.keys.tolist())
+            rows = index.rows_of(described.keys.tolist())
             gone = np.concatenate([gone, rows[rows >= 0]])
-            wanted = len(changes.new) + len(changes.replaced)
-            result["left_out"] = wanted - len(described)
         written = write_next(folder, changed_index(index, gone, described, track))
+        _log_lost_numbers(written, types, folder)
         return result | {"generation": written.generation, "images": len(written)}
 
 
@@ -121,7 +129,7 @@ def _keys_in(path: Path | None) -> list[str]:
 def _changes(
     index: SearchIndex, images: ImageSet | None, removed: Sequence[str], folder: Path
 ) -> Changes:
-    removed_rows = rows_of_keys(index, removed)
+    removed_rows = index.rows_of(removed)
     unknown = [key for key, row in zip(removed, removed_rows.tolist(), strict=True) if row < 0]
     if unknown:
         raise DistapError(
@@ -133,7 +141,7 @@ def _changes(
     none = np.zeros(0, np.int64)
     if images is None:
         return Changes(None, none, none, none, none, removed_rows)
-    row_of = rows_of_keys(index, images.keys.tolist())
+    row_of = index.rows_of(images.keys.tolist())
     both = np.flatnonzero(np.isin(row_of, removed_rows))
     if len(both):
         raise DistapError(
@@ -222,6 +230,8 @@ def _described(
     samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, only=wanted))
     for sample, reason in reasons.items():
         logger.warning("%s: left out: %s: %s", images.name, images.keys[sample], reason)
+    if not len(samples):
+        return None
     before = index.images
     row_of = changes.row_of[samples]
     # What is not said is not taken away: a list that lacks a column, or a folder that has no
@@ -255,6 +265,13 @@ def _log_columns(index: SearchIndex, images: ImageSet, folder: Path) -> None:
     if of_images - of_index:
         names = ", ".join(sorted(of_images - of_index))
         logger.warning("%s: columns %s are new: they stay empty in earlier images", folder, names)
+
+
+def _log_lost_numbers(written: SearchIndex, types: dict[str, str], folder: Path) -> None:
+    # A price "on request" ends all conditions on numbers, which the server then refuses.
+    for name in types:
+        if types[name] == "number" and written.columns.type_of(name) == "text":
+            logger.warning("%s: the column %s has texts now: <, >, <=, >= fail", folder, name)
 
 
 def _relabelled(index: SearchIndex, changes: Changes) -> SearchIndex:

@@ -64,7 +64,11 @@ def index_command(
     `distap index INDEX --to URL` makes a store hold the same as the index. With --json: numbers of
     images `written` and `deleted`, and `images`.
     """
-    if to is not None and (output, add, remove) == (None, None, None):
+    updates = {"--add": add, "--remove": remove, "--replace": replace, "--dry-run": dry_run}
+    if to is not None:
+        # A copy is a command of its own: whoever writes --dry-run next to it wants nothing written.
+        others = {"an output folder": output, **updates, "--checkpoint": checkpoint}
+        _refuse(others, "--to copies an index as it is: update it first, by a command of its own")
         _copy(folder, to, as_json)
         return
     if output is None:
@@ -85,24 +89,19 @@ def index_command(
         result = update_index(folder, add, remove, network, replaces=replace, dry=dry_run)
         _print_update(folder, result, dry_run, as_json)
         return
-    options = {
-        "--add": add,
-        "--remove": remove,
-        "--replace": replace,
-        "--dry-run": dry_run,
-        "--checkpoint": checkpoint,
-        "--to": to,
-    }
-    conflicts = [name for name, value in options.items() if value]
-    if conflicts:
-        raise DistapError(
-            "command.conflict",
-            f"{', '.join(conflicts)}: for an update of an index, which has no second folder:"
-            f" leave {output} out",
-        )
+    _refuse(
+        {**updates, "--checkpoint": checkpoint},
+        f"for an update of an index, which has no second folder: leave {output} out",
+    )
     from distap.retrieval.descriptor_files import read_descriptors
 
     _build(read_descriptors(folder), output, kind, search, as_json)
+
+
+def _refuse(options: dict[str, Any], reason: str) -> None:
+    conflicts = [name for name, value in options.items() if value]
+    if conflicts:
+        raise DistapError("command.conflict", f"{', '.join(conflicts)}: {reason}")
 
 
 def _copy(folder: Path, to: str, as_json: bool) -> None:
@@ -134,12 +133,14 @@ def _print_update(folder: Path, result: dict[str, Any], dry: bool, as_json: bool
     counts = "{new:,} new, {replaced:,} replaced, {relabelled:,} with another class or columns"
     counts += ", {same:,} the same, {removed:,} removed"
     if result["left_out"]:
-        counts += ", {left_out:,} left out, which cannot be read"
+        counts += "; of these {left_out:,} cannot be read and were left out"
     text = counts.format(**result)
     if dry:
         print_result(f"{folder}: would be: {text}; nothing was changed")
         return
-    print_result(f"{folder}: {text}", f"generation {result['generation']}: {result['images']:,}")
+    print_result(
+        f"{folder}: {text}", f"generation {result['generation']}: {result['images']:,} images"
+    )
 
 
 def _build(gallery: "DescriptorSet", output: Path, kind: str, search: str, as_json: bool) -> None:

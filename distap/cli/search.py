@@ -59,7 +59,8 @@ def search_command(
     trust: TRUST = False,
     whitening: WHITENING = None,
     top: Annotated[
-        int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)
+        int,
+        typer.Option("--top", "--k", "-k", help="Number of images to find for each query.", min=1),
     ] = 10,
     where: WHERE = None,
     group: GROUP_BY = None,
@@ -130,7 +131,8 @@ def neighbours_command(
     ] = 20,
     group: Annotated[str | None, typer.Option(help=OF_EACH, metavar="COLUMN")] = None,
     duplicates: Annotated[
-        float | None, typer.Option(help=DUPLICATES, metavar="SIMILARITY", show_default=False)
+        float | None,
+        typer.Option(help=DUPLICATES, metavar="SIMILARITY", show_default=False, min=-1, max=1),
     ] = None,
     page: Annotated[Path | None, typer.Option(help=DUPLICATES_PAGE, show_default=False)] = None,
     images: INDEXED_IMAGES = None,

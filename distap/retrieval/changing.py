@@ -30,6 +30,14 @@ def changed_index(
         index: read as `changeable`; it cannot be used any more.
         removed: (n,) numbers of rows, each once.
     """
+    # An image that is replaced is removed and added:
+    #
+    #     rows before    0  1  2  3  4           removed: 1, 3    added: x, y
+    #     rows after     0  2  4  x  y
+    #     IVF numbers    0  2  4  5  6           kept in `ids`, as lists do not count anew
+    #     other kinds    0  1  2  3  4           counted anew by Faiss, so the row is the number
+    #
+    # So remaining rows keep their order, and all arrays of the new index are cut in the same way.
     remaining = np.setdiff1d(np.arange(len(index)), removed)
     images = taken_images(index.images, remaining)
     parts = [("index", images.descriptors)]
@@ -72,7 +80,7 @@ def _change(
     if not has_numbers or (index.ids is None and not len(removed)):
         index.index.add(values)
         return None
-    # A number is never used twice, since a list may still hold that of a removed row.
+    # Above all others, so that `ids` stays ascending.
     new = numbers[-1] + 1 + np.arange(len(values))
     index.index.add_with_ids(values, new)
     return np.concatenate([numbers[remaining], new])

@@ -8,13 +8,13 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError, suggestion
 from distap.retrieval.descriptor_files import DescriptorSet, Texts
-from distap.storage.names import composed
 
 # Conditions that must all hold: texts, or values by column: one, several of which one must match,
 # or limits such as {">=": 20, "<": 50}.
@@ -23,7 +23,10 @@ Cell: TypeAlias = str | int | float
 ORDERS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _CONDITION = re.compile(r"(.+?)\s*(<=|>=|!=|=|<|>|\sin\s)\s*(.*)", re.DOTALL)
 # 007 is a code, and no number
-_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?")
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d{1,15})?", re.ASCII)
+# Wider than a cell, as Python writes 0.1 + 0.2 with 17 decimals, and 1e-7 so; but always finite,
+# since a store's SQL has no word for infinity.
+_LIMIT = re.compile(r"[-+]?(\d{1,99}\.?\d*|\.\d+)(e[-+]?\d\d?)?", re.ASCII | re.IGNORECASE)
 
 
 class Condition(NamedTuple):
@@ -68,10 +71,7 @@ class ImageColumns:
         """
         if not where:
             return None
-        types = {
-            name: "text" if self.numbers(name) is None else "number"
-            for name in dict.fromkeys(name for name, _, _ in _conditions(where))
-        }
+        types = {name: self.type_of(name) for name, _, _ in _conditions(where)}
         masks = [
             self._mask(condition) for condition in conditions_of(where, types, self._images.data)
         ]
@@ -81,12 +81,16 @@ class ImageColumns:
         """Return (N,) the number of each image's group: equal cells; an empty cell stands alone."""
         if name not in self._groups:
             texts = self._column(name)
+            #     cells        p2  ""  p1  ""  p2
+            #     numbers       2   0   1   0   2     of "", p1, p2
+            #     apart         2   3   1   4   2     one of its own for each empty cell
+            #     groups        1   2   0   3   1     from 0: "", which sorts first, left a gap
             names, numbers = np.unique(texts, return_inverse=True)
             empty = np.flatnonzero(texts == "")
             # Images of no product are not images of one product.
             numbers[empty] = len(names) + np.arange(len(empty))
-            # without gaps, so that the highest number tells how many there are
-            self._groups[name] = np.unique(numbers, return_inverse=True)[1].astype(np.int64)
+            # Without gaps, so that the highest number tells how many there are.
+            self._groups[name] = numbers - numbers.min(initial=len(names))
         return self._groups[name]
 
     def cells(self, row: int) -> dict[str, Cell]:
@@ -98,9 +102,18 @@ class ImageColumns:
             if text
         }
 
+    def type_of(self, name: str) -> str:
+        """Return the type of a column: `number` if all its cells are, else `text`."""
+        return "text" if self.numbers(name) is None else "number"
+
+    def types(self) -> dict[str, str]:
+        """Return the type of each column of the list."""
+        return {name: self.type_of(name) for name in self._images.columns}
+
     def numbers(self, name: str) -> NDArray[np.float64] | None:
         """Return (N,) the numbers of a column, NaN for empty cells; None for a column of texts."""
         if name not in self._numbers:
+            # A column has far fewer prices than cells, and a text is slow to match.
             cells, places = np.unique(self._column(name), return_inverse=True)
             filled = [cell for cell in cells.tolist() if cell]
             numbers = None
@@ -122,6 +135,8 @@ class ImageColumns:
         elif condition.is_range:
             mask = ORDERS[condition.sign](numbers, condition.numbers[0])
         else:
+            # By value, so that price=12.5 finds 12.50. NaN equals nothing, so empty cells are
+            # asked for by themselves.
             mask = np.isin(numbers, condition.numbers)
             if "" in condition.values:
                 mask |= np.isnan(numbers)
@@ -138,14 +153,18 @@ def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator
         if name not in types:
             raise _unknown_column(name, types, data)
         is_numeric = types[name] == "number"
-        numbers = [float(value) for value in values if _NUMBER.fullmatch(value)]
+        numbers = [float(value) for value in values if _LIMIT.fullmatch(value)]
         if sign in ORDERS and not (is_numeric and len(numbers) == 1):
             reason = "the column holds texts" if numbers else f"{values[0]!r} is no number"
             raise DistapError(
                 "search.no_number",
                 f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`",
             )
-        yield Condition(name, sign, tuple(map(composed, values)), tuple(numbers), is_numeric)
+        # Columns are composed, but keys stay as files are named, and macOS decomposes é there. To
+        # look for both forms is cheaper than a composed copy of a million keys.
+        forms = [normalize(form, value) for value in values for form in ("NFC", "NFD")]
+        texts = tuple(dict.fromkeys(forms))
+        yield Condition(name, sign, texts, tuple(numbers), is_numeric)
 
 
 def _conditions(where: Where) -> Iterable[tuple[str, str, list[str]]]:

@@ -55,6 +55,8 @@ def updating(folder: Path) -> Iterator[None]:
     Raises:
         DistapError: another process is writing the next generation.
     """
+    # The file is never removed: a second writer could lock the removed one while a third locks a
+    # new one of the same name, and both would write.
     try:
         make_folder(folder)
         lock = (folder / LOCK_FILE).open("ab")
@@ -69,7 +71,7 @@ def updating(folder: Path) -> Iterator[None]:
             raise DistapError(
                 "index.locked", f"{folder}: another update of this index is under way; wait for it"
             ) from error
-        # The lock ends with the file that holds it, also if the process is killed.
+        # The kernel drops the lock with the process, also one that is killed, so none is stale.
         yield
 
 
@@ -79,21 +81,32 @@ def write_generation(folder: Path, write: Callable[[Path], None], check: Callabl
     If either fails, the current generation stays.
     """
     generations = folder / GENERATIONS_FOLDER
-    current = 0
-    if (folder / CURRENT_FILE).exists():
-        current = int(current_generation(folder).name)
-    new = generations / f"{current + 1:06d}"
+
+    def number_of_current() -> int:
+        return int(current_generation(folder).name) if (folder / CURRENT_FILE).exists() else 0
+
+    number = number_of_current() + 1
+    new = generations / f"{number:06d}"
     # The name is free, but for what a writer that was killed has left under it.
     shutil.rmtree(new, ignore_errors=True)
     try:
         make_folder(new)
+        # The order makes a loss of power harmless: each file of the generation is on the disk, and
+        # its record after them, before `current` can name it.
         write(new)
+        # What was written is read back from the files, so a disk that lies is found out while the
+        # old generation still answers.
         checked = check(new)
         write_whole(folder / CURRENT_FILE, f"{new.name}\n")
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        # An interrupt, or a disk that cannot flush, may come just after the rename of `current`:
+        # readers open the new generation by then, and removing it would leave them none.
+        if number_of_current() != number:
+            shutil.rmtree(new, ignore_errors=True)
         raise
-    # Files that a reader has mapped stay on the disk until it closes them.
+    # A reader may have read the old name from `current` and not yet opened its files: so the
+    # generation before stays. Of those before it, files that a reader has mapped stay on the disk
+    # until it closes them.
     for path in sorted(generations.iterdir())[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     return checked

@@ -129,7 +129,7 @@ class SearchIndex:
         similarities, rows = self.ranked(on_device(descriptors).numpy(), k, where, group)
         return [
             [
-                self._hit(row, similarity)
+                self.hit(row, similarity)
                 for row, similarity in zip(query_rows, query_similarities, strict=True)
                 if row >= 0  # Faiss fills up with -1
             ]
@@ -138,7 +138,7 @@ class SearchIndex:
             )
         ]
 
-    def _hit(self, row: int, similarity: float) -> Hit:
+    def hit(self, row: int, similarity: float) -> Hit:
         return Hit(
             key=str(self.keys[row]),
             class_name=str(self.classes[row]),
@@ -171,9 +171,18 @@ class SearchIndex:
             return np.zeros((len(queries), 0), np.float32), np.zeros((len(queries), 0), np.int64)
         wanted = k if groups is None else min(HITS_OF_A_GROUP * k, available)
         # The best of k groups may lie anywhere in the order of images, so look further and further
-        # until there are k. An index that can find no more gives way to exact search.
+        # until there are k. For k = 3, and groups A to C:
+        #
+        #     hits        A1 A2 A3 B1 A4 A5 | A6 B2 A7 C1 ...
+        #     kept        A1       B1       |          C1
+        #     wanted = 6 finds two groups   | 4 times as many find the third
+        #
+        # An index that can find no more, since its lists or its graph end there, gives way to exact
+        # search. The loop ends: with all images in view, all groups are.
         is_exact = False
         while True:
+            # Faiss has threads of its own for one search, so two at a time would only share the
+            # cores. The lock is free between two rounds, and others need not wait for all of them.
             with self._lock:
                 similarities, numbers = self._nearest(queries, wanted, rows, is_exact)
             if groups is None:
@@ -209,6 +218,7 @@ class SearchIndex:
             similarities, numbers = self.index.search(queries, k, params=parameters)
             if (numbers >= 0).all():
                 return similarities, self._rows_of(numbers)
+        # Many rows are read from the map in blocks; few are copied, which Faiss compares at once.
         chosen: Any = TakenRows(values, rows)
         if len(rows) <= EXACT_ROWS:
             chosen = np.asarray(chosen[:], np.float32)
@@ -235,6 +245,11 @@ class SearchIndex:
                 "index.no_such_key", f"the index of {self.data} has no image with the key {key!r}"
             )
         return self.rows[self._names.known_as(key)]
+
+    def rows_of(self, keys: Sequence[str]) -> NDArray[np.int64]:
+        """Return (n,) the row of each key in any Unicode form, -1 for one that the index lacks."""
+        rows = [self.rows.get(self._names.known_as(key), -1) for key in keys]
+        return np.array(rows, np.int64)
 
     def has(self, key: str) -> bool:
         """Return whether an image has this key, in any Unicode form."""
@@ -264,6 +279,8 @@ def _selecting(faiss: Any, index: Any, ids: NDArray[np.int64]) -> Any:
     # Packed codes are scored in blocks, whatever is selected.
     if isinstance(index, faiss.IndexIVFFastScan):
         return None
+    # One bit for each number up to the highest, so a test costs the same for any filter. A table of
+    # the numbers themselves would be searched for each image that the index comes by.
     chosen = np.zeros(int(ids[-1]) + 1, np.bool_)
     chosen[ids] = True
     selector = faiss.IDSelectorBitmap(np.packbits(chosen, bitorder="little"))
@@ -288,8 +305,3 @@ def _best_of_groups(
         best[query, : len(places)] = similarities[query, places]
         best_rows[query, : len(places)] = hits[places]
     return best, best_rows
-
-
-def rows_of_keys(index: SearchIndex, keys: Sequence[str]) -> NDArray[np.int64]:
-    """Return (n,) the row of each key in any Unicode form, -1 for one that the index lacks."""
-    return np.array([index.row_of(key) if index.has(key) else -1 for key in keys], np.int64)

@@ -57,7 +57,8 @@ def write_next(folder: Path, index: SearchIndex) -> SearchIndex:
     if index.ids is not None:
         write[IDS_FILE] = partial(np.save, arr=index.ids)
     entries = {name: index.about[name] for name in ABOUT_INDEX if name in index.about}
-    # The record takes shape and type alone from an array.
+    # The record takes shape and type alone from an array, and `write_rows` is what reads rows, a
+    # block at a time: one number, seen as N x C of them, stands in for rows that may not fit.
     shape = np.broadcast_to(np.zeros(1, np.float32), images.descriptors.shape)
     stored = replace(images, descriptors=shape)
     return write_generation(
@@ -119,6 +120,8 @@ def _read_generation(
         "".join((*images.keys.tolist(), *images.classes.tolist())).encode()
         if INDEX_FILE not in about["files"]:
             return SearchIndex(FlatRows(images.descriptors), images, about, None, generation.name)
+        # Faiss copies an index that it reads, once for each process. What it can map are pages of
+        # the file, which all processes share and which come when a search needs them.
         faiss = installed_faiss()
         mapped = getattr(faiss, "IO_FLAG_MMAP_IFC", 0)  # since Faiss 1.11
         index = faiss.read_index(str(generation / INDEX_FILE), 0 if changeable else mapped)
@@ -131,6 +134,7 @@ def _read_generation(
             raise ValueError("it ranks by distances, not by similarities")
         if IDS_FILE in about["files"]:
             ids = np.load(generation / IDS_FILE, allow_pickle=False)
+            # Ascending, since `searchsorted` finds the row of a number by it.
             if ids.shape != (len(images),) or (np.diff(ids) <= 0).any():
                 raise ValueError(f"{IDS_FILE} does not number {len(images)} rows")
     return SearchIndex(index, images, about, ids, generation.name)

@@ -88,3 +88,15 @@ def test_the_command_writes_tables_groups_and_a_page(tmp_path, gallery, monkeypa
     assert len(groups[0]) == 40 and "image-139" in (tmp_path / "d.html").read_text()
     assert run("d.parquet", "--duplicates", 0.999) == 2
     assert "command.conflict" in capsys.readouterr().err
+
+
+def test_groups_of_keys_have_the_keys_as_names(gallery):
+    table = neighbours_of_all(build_index(gallery, "flat"), 2, "key")
+    assert sorted(table.names) == sorted(gallery.keys.tolist())
+
+
+def test_a_similarity_above_one_is_refused(tmp_path, gallery, monkeypatch, capsys):
+    write_index(tmp_path / "index", build_index(gallery, "flat"))
+    command = ("neighbours", tmp_path / "index", "--output", tmp_path / "d.json")
+    assert distap(monkeypatch, *command, "--duplicates", 98) == 2
+    assert not (tmp_path / "d.json").exists()

@@ -91,6 +91,63 @@ def test_a_store_answers_as_the_index_after_a_copy_and_after_an_update(
 
 
 @pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"kind": ""},
+        {"kind": ["", "shoes"]},
+        {"kind": {"!=": ""}},
+        {"list price": ""},
+        {"list price": ["", 3]},
+        {"list price": {"!=": ["", 3]}},
+        {"list price": "none"},
+        {"list price": {"!=": "none"}},
+        {"list price": {"<=": 0.1 + 20.2}},
+    ],
+)
+def test_a_store_takes_empty_cells_and_texts_for_numbers_as_the_index_does(
+    copied, gallery, kind, where
+):
+    index, stores = copied
+    queries = gallery.descriptors[:3]
+    assert answers(stores[kind], queries, where=where) == answers(index, queries, where=where)
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory, gallery):
+    """An index, and a store of each kind with the same rows."""
+    folder = tmp_path_factory.mktemp("copied")
+    write_index(folder / "index", build_index(gallery, "flat"))
+    index = read_index(folder / "index")
+    stores = {}
+    for kind in STORES:
+        store = open_store(f"{kind}:{folder / kind}")
+        copy_index(index, store)
+        stores[kind] = open_gallery(store, kind)
+    return index, stores
+
+
+@pytest.mark.parametrize("name", ["stamp", "Key", "_distance", "size.eu"])
+def test_a_column_that_a_store_cannot_hold_is_refused_by_name(tmp_path, gallery, name):
+    images = replace(gallery, columns={name: gallery.columns["kind"]})
+    write_index(tmp_path / "index", build_index(images, "flat"))
+    for kind in STORES:
+        with raises("index.reserved_column", name):
+            copy_index(read_index(tmp_path / "index"), open_store(f"{kind}:{tmp_path / kind}"))
+
+
+@pytest.mark.parametrize(
+    "option", [("--dry-run",), ("--add", "list.csv"), ("--remove", "gone.txt"), ("--replace",)]
+)
+def test_a_copy_is_no_update(tmp_path, folder, monkeypatch, capsys, option):
+    target = tmp_path / "images.sql"
+    assert distap(monkeypatch, "index", folder, "--to", f"pgvector:{target}", *option) == 2
+    error = capsys.readouterr().err
+    assert "command.conflict" in error and option[0] in error
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("kind", STORES)
 def test_a_copy_that_was_stopped_goes_on(tmp_path, folder, gallery, kind, monkeypatch):
     index = read_index(folder)
     store = open_store(f"{kind}:{tmp_path / 'store'}")
@@ -140,4 +197,9 @@ def test_a_script_for_pgvector_copies_each_row(tmp_path, folder, gallery, monkey
     assert len(rows) == 300 and rows[0][3] == "\\N"  # no price
     assert rows[17][:2] == ["image-17", gallery.classes[17]]
     assert json.loads(rows[17][4]) == pytest.approx(gallery.descriptors[17].tolist(), rel=1e-6)
-    assert '"list price" double precision' in lines[3] and "vector(16)" in lines[3]
+    [table] = [line for line in lines if line.startswith("CREATE TABLE distap_images (")]
+    assert '"list price" double precision' in table and "vector(16)" in table
+    # No server here has pgvector, so hold the statements to words that PostgreSQL knows.
+    statements = " ".join(lines[: start - 1] + lines[lines.index("\\.") + 1 :])
+    assert "SQL_TABLE" not in statements and "DROP TABLE IF EXISTS distap_images;" in statements
+    assert lines[0] == "\\set ON_ERROR_STOP on"

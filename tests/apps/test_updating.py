@@ -195,3 +195,23 @@ def test_shards_carry_keys_and_columns_of_their_list(shop, gallery, monkeypatch)
     with raises("data.repeated_key", "product 0"):
         rows[1] = (*rows[1][:2], "product 0", 1, "")
         open_images(write_list(source, rows, heading))
+
+
+def test_a_price_that_is_a_text_is_logged(shop, gallery, caplog):
+    asked = [("../images/3.png", "hats", "sku-1", "on request")]
+    source = write_list(shop / "lists" / "monday.csv", asked)
+    updated(shop, gallery, source, replaces=True)
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "price" in warning.getMessage()
+
+
+def test_a_damaged_image_alone_writes_no_generation(shop, gallery):
+    (shop / "images" / "50.png").write_bytes(b"damaged")
+    source = write_list(shop / "lists" / "more.csv", [("../images/50.png", "hats", "sku-1", 13)])
+    result = updated(shop, gallery, source)
+    assert (result["new"], result["left_out"], result["images"]) == (1, 1, 12)
+    assert result["generation"] == read_index(shop / "index").generation == "000001"
+    # Nor does it keep others from going.
+    (shop / "gone.txt").write_text("images/0.png\n")
+    result = updated(shop, gallery, source, shop / "gone.txt")
+    assert (result["removed"], result["images"], result["generation"]) == (1, 11, "000002")

@@ -132,3 +132,19 @@ def test_a_condition_that_cannot_be_answered_is_refused_by_name(gallery, where, 
         build_index(gallery, "flat").search(gallery.descriptors[0], 3, where=where)
     with raises("search.unknown_column", "class"):
         index.search(gallery.descriptors[0], 3, group="product")
+
+
+def test_a_condition_finds_a_key_in_any_unicode_form(gallery):
+    keys = gallery.keys.astype("U20")
+    keys[3], keys[4] = "cafe\u0301", "th\u00e9"
+    index = build_index(replace(gallery, keys=keys), "flat")
+    where = {"key": ["caf\u00e9", "the\u0301"]}
+    assert index.columns.rows(where).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("limit", [0.1 + 0.2, 1e-7, 1e20, "1e1", ".5", np.float32(0.1)])
+def test_a_limit_may_be_any_finite_number(gallery, limit):
+    prices = np.array(["0.25", "0.3", "7", "12", ""])[np.arange(len(gallery)) % 5]
+    index = build_index(replace(gallery, columns={"price": prices}), "flat")
+    expected = [row for row, price in enumerate(prices) if price and float(price) <= float(limit)]
+    assert index.columns.rows({"price": {"<=": limit}}).tolist() == expected

@@ -11,6 +11,7 @@ import pytest
 from postprocessing_reference import clustered
 from raising import raises
 
+from distap.retrieval import generations
 from distap.retrieval.changing import changed_index
 from distap.retrieval.generations import updating
 from distap.retrieval.indexing import build_index
@@ -153,3 +154,19 @@ def test_a_generation_that_is_damaged_leaves_the_one_before(tmp_path, gallery, m
     monkeypatch.undo()
     assert read_index(tmp_path).generation == "000001"
     assert update(tmp_path, gallery).generation == "000002"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")])
+def test_an_error_after_the_switch_leaves_the_new_generation(tmp_path, gallery, monkeypatch, error):
+    write_index(tmp_path, build_index(part(gallery, range(400)), "flat"))
+    write = generations.write_whole
+
+    def failing(path, data):
+        write(path, data)
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, OSError)):
+        patch.setattr(generations, "write_whole", failing)
+        update(tmp_path, gallery)
+    index = read_index(tmp_path)
+    assert index.generation == "000002" and len(index) == 416

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import torch
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
@@ -75,6 +75,8 @@ class Service:
 
     def swap(self, index: SearchIndex, pictures: Pictures) -> None:
         """Serve another generation from now on. Requests under way end on the one before."""
+        # No lock: a request reads `served` once, as the first thing, and both attributes are set at
+        # once as far as it can see. A generation is closed when the last request has let go of it.
         self._before = self.served
         self.served = Served(replace(self.served.searcher, index=index), pictures)
         self._count()
@@ -224,14 +226,19 @@ def build_app(service: Service) -> FastAPI:
         app.add_api_route(path, asset, include_in_schema=False)
 
     *first, last = readable_formats()
-    page = page_text(
-        "serve.html",
-        title="Search by image",
-        formats=f"{', '.join(first)} or {last}",
-        max_k=service.settings.max_k,
-        columns=list(service.served.searcher.index.images.columns),
-    )
-    add("/", page, "text/html")
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        # Written for each visit, since a new generation may have other columns to filter by.
+        text = page_text(
+            "serve.html",
+            title="Search by image",
+            formats=f"{', '.join(first)} or {last}",
+            max_k=service.settings.max_k,
+            columns=list(service.served.searcher.index.images.columns),
+        )
+        return HTMLResponse(text, headers={"Cache-Control": "no-cache"})
+
     add("/style.css", page_text("style.css"), "text/css")
     add("/search.js", page_asset("serve.js"), "text/javascript")
     add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")

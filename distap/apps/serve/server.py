@@ -79,6 +79,7 @@ def serve(
 def _follow(folder: Path, service: Service, images: str | None, ending: Event) -> None:
     """Serve each new generation of the index, beside which the one before ends its requests."""
     unusable = ""
+    logged = ""
     while not ending.wait(SECONDS_BETWEEN_LOOKS):
         name = unusable
         try:
@@ -87,6 +88,7 @@ def _follow(folder: Path, service: Service, images: str | None, ending: Event) -
                 continue
             # Both generations are open from here to the end of the last request of the old one. Its
             # rows are mapped, so this takes no second memory for descriptors.
+            # `current` is read again there, and may name a still newer one, which is as good.
             index = read_index(folder)
             describer = service.served.searcher.describer
             if describer is not None and describer.described_by not in index.makers:
@@ -99,8 +101,11 @@ def _follow(folder: Path, service: Service, images: str | None, ending: Event) -
             console.print(f"serving generation {name}: {len(index):,} images", markup=False)
         except Exception as error:
             # It may be damaged, so do not read it again and again. The next one is looked at.
-            logger.warning("the old generation is served on: %s", error)
             unusable = name
+            # A folder that is gone has no name to remember, and would fill the log every second.
+            if str(error) != logged:
+                logger.warning("the old generation is served on: %s", error)
+            logged = str(error)
 
 
 def listening(settings: ServeSettings) -> socket.socket:

@@ -4,11 +4,11 @@ A store has a record of the generation that it holds. Each of its rows has a sta
 written, so that another copy writes and deletes only what differs, and a stopped one goes on.
 """
 
-import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy
-from distap.retrieval.filters import Cell, Condition, Where, conditions_of
+from distap.retrieval.filters import Condition, Where, conditions_of
 from distap.retrieval.row_blocks import given_rows, on_device
 from distap.retrieval.searching import Hit, SearchIndex
 from distap.telemetry.terminal import track
@@ -26,20 +26,10 @@ STORE_NAMES = ("key", "class", "vector", "stamp")  # names in a store beside the
 
 
 class StoreRow(NamedTuple):
-    """An image in a store. Empty cells are None."""
+    """An image in a store."""
 
-    key: str
-    class_name: str
     vector: NDArray[np.float32]  # (C,)
-    stamp: int
-    columns: dict[str, Cell | None]
-
-
-class StoreHit(NamedTuple):
-    key: str
-    class_name: str
-    similarity: float
-    columns: dict[str, Cell]
+    payload: dict[str, Any]  # key, class, stamp and columns; empty cells are None
 
 
 class Store(Protocol):
@@ -64,7 +54,7 @@ class Store(Protocol):
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         """Return the k rows of the highest inner product that fulfil all conditions."""
 
     def vector(self, key: str) -> NDArray[np.float32] | None: ...
@@ -73,6 +63,10 @@ class Store(Protocol):
 def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
     """Make a store hold a generation of an index; return numbers of rows by what was done."""
     record = _record(index)
+    #     record of the store      what a copy does
+    #     equal                    nothing
+    #     other rows               writes and deletes by the stamps, then keeps the record
+    #     other fixed entries      begins with an empty table, whose record has no generation
     before = store.record()
     counts = {"written": 0, "deleted": 0, "images": len(index)}
     if before == record:
@@ -83,35 +77,48 @@ def copy_index(index: SearchIndex, store: Store) -> dict[str, int]:
         store.create(record)
     # Rows of a copy that was stopped have the stamps of what was written, and stay.
     stored = store.stamps()
-    rows = [row for row in _rows(index) if stored.get(row.key) != row.stamp]
-    batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-    for batch in track(batches, "copying", len(batches)):
+    # One batch at a time: a million vectors of 512 numbers would take 2 GB of memory.
+    rows = track(_rows(index), "copying", len(index))
+    changed = (row for row in rows if stored.get(row.payload["key"]) != row.payload["stamp"])
+    while batch := list(islice(changed, BATCH)):
         store.write(batch)
+        counts["written"] += len(batch)
+    # Deleted last, so that a search during the copy misses no image that stays.
     gone = sorted(stored.keys() - {*index.keys.tolist()})
     for start in range(0, len(gone), BATCH):
         store.delete(gone[start : start + BATCH])
+    # The record comes last: until then the store counts as one whose copy was stopped.
     store.finish(record)
-    return counts | {"written": len(rows), "deleted": len(gone)}
+    return counts | {"deleted": len(gone)}
+
+
+def require_free_columns(index: SearchIndex) -> None:
+    """Raise a DistapError for a column whose name a store uses itself, or cannot hold."""
+    # LanceDB adds _distance and the like to answers, and takes a dot for a field within a field.
+    taken = [
+        name
+        for name in index.images.columns
+        if name.lower() in STORE_NAMES or name.startswith("_") or "." in name
+    ]
+    if taken:
+        raise DistapError(
+            "index.reserved_column",
+            f"the column {taken[0]!r} has a name that stores use or cannot hold: give it another"
+            " one, without a dot or a leading _",
+        )
 
 
 def _record(index: SearchIndex) -> dict[str, Any]:
-    names = index.images.columns
-    taken = [name for name in names if name in STORE_NAMES]
-    if taken:
-        raise DistapError(
-            "index.reserved_column", f"the column {taken[0]} has a name that stores use: rename it"
-        )
-    files = json.dumps(index.about["files"], sort_keys=True)
+    require_free_columns(index)
     record = {
         "generation": index.generation,
-        "files": hashlib.sha256(files.encode()).hexdigest(),
+        # Sizes and hashes, since an index that is built anew begins with the same generation.
+        "files": index.about["files"],
         "data": index.data,
         "dimensions": index.index.d,
         "kind": index.about["index"]["kind"],
         "described_by": [asdict(maker) for maker in index.makers],
-        "columns": {
-            name: "text" if index.columns.numbers(name) is None else "number" for name in names
-        },
+        "columns": index.columns.types(),
     }
     # Through JSON, as stores keep it: a tuple would not equal the list that it becomes there.
     plain: dict[str, Any] = json.loads(json.dumps(record))
@@ -129,7 +136,15 @@ def _rows(index: SearchIndex) -> Iterator[StoreRow]:
         contents = json.dumps([class_name, columns]).encode()
         stamp = zlib.crc32(contents, zlib.crc32(vector.tobytes()))
         # Without the generation, so that a row that stays the same is not written again.
-        yield StoreRow(key, class_name, vector, stamp, columns)
+        yield StoreRow(vector, {"key": key, "class": class_name, "stamp": stamp, **columns})
+
+
+def hit_of(payload: Mapping[str, Any], similarity: float) -> Hit:
+    """Return the hit of a row in a store."""
+    columns = {
+        name: cell for name, cell in payload.items() if name not in STORE_NAMES and cell is not None
+    }
+    return Hit(payload["key"], payload["class"], similarity, row=-1, columns=columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +173,7 @@ class StoreGallery:
         types = {"key": "text", "class": "text", **self.record["columns"]}
         conditions = list(conditions_of(where, types, self.data))
         queries = on_device(given_rows(descriptors, "query", single=True)).numpy()
-        return [
-            [
-                Hit(hit.key, hit.class_name, hit.similarity, -1, columns=hit.columns)
-                for hit in self.store.search(query, k, conditions)
-            ]
-            for query in queries
-        ]
+        return [self.store.search(query, k, conditions) for query in queries]
 
     def has(self, key: str) -> bool:
         return self.store.vector(key) is not None

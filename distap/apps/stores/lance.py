@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from distap.apps.stores.copying import StoreHit, StoreRow
+from distap.apps.stores.copying import StoreRow, hit_of
 from distap.retrieval.filters import Condition
+from distap.retrieval.searching import Hit
 
 IMAGES_TABLE = "images"
 RECORDS = "distap"
@@ -22,8 +23,6 @@ class LanceStore:
 
     def __init__(self, place: str) -> None:
         self._database = lancedb.connect(place)
-        self._is_exact = False
-        self.record()
 
     @property
     def _table(self) -> Any:
@@ -34,7 +33,6 @@ class LanceStore:
             return None
         [row] = self._database.open_table(RECORDS).to_arrow().to_pylist()
         record: dict[str, Any] = json.loads(row["record"])
-        self._is_exact = record["kind"] == "flat"
         return record
 
     def create(self, record: dict[str, Any]) -> None:
@@ -46,6 +44,7 @@ class LanceStore:
             "stamp": pyarrow.int64(),
             **{name: types[kind] for name, kind in record["columns"].items()},
         }
+        # Before the record: stopped in between, the old record asks for an empty table once more.
         self._database.create_table(IMAGES_TABLE, schema=pyarrow.schema(fields), mode="overwrite")
         # Not of this generation yet, so that a copy that is stopped goes on.
         self._keep({**record, "generation": "", "files": ""})
@@ -60,16 +59,7 @@ class LanceStore:
 
     def write(self, rows: Sequence[StoreRow]) -> None:
         table = self._table
-        entries = [
-            {
-                "key": row.key,
-                "class": row.class_name,
-                "vector": row.vector,
-                "stamp": row.stamp,
-                **row.columns,
-            }
-            for row in rows
-        ]
+        entries = [{**row.payload, "vector": row.vector} for row in rows]
         # The key finds the row to replace, so that writing twice does no harm.
         merging = table.merge_insert("key").when_matched_update_all().when_not_matched_insert_all()
         merging.execute(pyarrow.Table.from_pylist(entries, schema=table.schema))
@@ -89,23 +79,14 @@ class LanceStore:
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         # Descriptors have length 1, so that this is the cosine, as exactly as distap computes it.
         asked = self._table.search(query).distance_type("dot").limit(k)
-        if self._is_exact:
-            asked = asked.bypass_vector_index()
         if conditions:
+            # Without `prefilter` the k nearest are found first and filtered then, and few are left.
             asked = asked.where(" AND ".join(map(_sql, conditions)), prefilter=True)
-        hits = []
-        for row in asked.to_list():
-            columns = {
-                name: cell
-                for name, cell in row.items()
-                if name not in ("key", "class", "vector", "stamp", "_distance")
-                and cell not in (None, "")
-            }
-            hits.append(StoreHit(row["key"], row["class"], 1 - row["_distance"], columns))
-        return hits
+        # LanceDB's distance of inner products is 1 less the product.
+        return [hit_of(row, 1 - row.pop("_distance")) for row in asked.to_list()]
 
     def vector(self, key: str) -> NDArray[np.float32] | None:
         rows = self._table.search().where(f"key = {_quoted(key)}").limit(1).to_list()
@@ -125,4 +106,8 @@ def _sql(condition: Condition) -> str:
     if condition.is_range:
         return f"{name} {condition.sign} {values[0]}"
     listed = f"{name} IN ({', '.join(values)})" if values else "FALSE"
-    return f"({name} IS NULL OR NOT {listed})" if condition.sign == "!=" else listed
+    # So NULL has to be asked for: `x != 1` holds for an empty cell, and `x=` for nothing else.
+    wants_empty = (condition.sign == "!=") != ("" in condition.values)
+    if condition.sign == "!=":
+        listed = f"NOT {listed}"
+    return f"({name} IS NULL OR {listed})" if wants_empty else f"({name} IS NOT NULL AND {listed})"

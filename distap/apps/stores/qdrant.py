@@ -2,15 +2,16 @@
 
 import atexit
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from qdrant_client import QdrantClient, models
 
-from distap.apps.stores.copying import StoreHit, StoreRow
+from distap.apps.stores.copying import StoreRow, hit_of
 from distap.retrieval.filters import Condition
+from distap.retrieval.searching import Hit
 
 COLLECTION = "images"
 RECORDS = "distap"  # collection with one point, whose payload is the record
@@ -46,29 +47,22 @@ class QdrantStore:
         self.finish({**record, "generation": "", "files": ""})
 
     def stamps(self) -> dict[str, int]:
-        return {payload["key"]: payload["stamp"] for payload in self._payloads()}
-
-    def _payloads(self) -> Iterator[dict[str, Any]]:
+        stamps = dict[str, int]()
         offset: Any = None
         while True:
             points, offset = self._client.scroll(
                 COLLECTION, limit=SCROLLED, offset=offset, with_payload=["key", "stamp"]
             )
-            yield from (point.payload or {} for point in points)
+            for point in points:
+                payload = point.payload or {}
+                stamps[payload["key"]] = payload["stamp"]
             if offset is None:
-                return
+                return stamps
 
     def write(self, rows: Sequence[StoreRow]) -> None:
         points = [
             models.PointStruct(
-                id=_identity(row.key),
-                vector=row.vector.tolist(),
-                payload={
-                    "key": row.key,
-                    "class": row.class_name,
-                    "stamp": row.stamp,
-                    **row.columns,
-                },
+                id=_identity(row.payload["key"]), vector=row.vector.tolist(), payload=row.payload
             )
             for row in rows
         ]
@@ -82,7 +76,7 @@ class QdrantStore:
 
     def search(
         self, query: NDArray[np.float32], k: int, conditions: Sequence[Condition]
-    ) -> list[StoreHit]:
+    ) -> list[Hit]:
         answer = self._client.query_points(
             COLLECTION,
             query=query.tolist(),
@@ -90,15 +84,7 @@ class QdrantStore:
             query_filter=models.Filter(must=list(map(_filter, conditions))),
             search_params=models.SearchParams(exact=self._is_exact),
         )
-        hits = []
-        for point in answer.points:
-            payload = {name: cell for name, cell in (point.payload or {}).items() if cell != ""}
-            key = payload.pop("key")
-            class_name = payload.pop("class", "")
-            del payload["stamp"]
-            columns = {name: cell for name, cell in payload.items() if cell is not None}
-            hits.append(StoreHit(key, class_name, point.score, columns))
-        return hits
+        return [hit_of(point.payload or {}, point.score) for point in answer.points]
 
     def vector(self, key: str) -> NDArray[np.float32] | None:
         points = self._client.retrieve(COLLECTION, [_identity(key)], with_vectors=True)
@@ -124,6 +110,12 @@ def _filter(condition: Condition) -> models.Filter:
     if not condition.is_numeric:
         match = models.MatchAny(any=list(condition.values))
         conditions.append(models.FieldCondition(key=name, match=match))
+    if "" in condition.values:
+        # An empty cell is null there, which equals no text.
+        conditions.append(models.IsEmptyCondition(is_empty=models.PayloadField(key=name)))
+    if not conditions:
+        # A number is asked to equal a text. Qdrant takes a filter of no conditions for any point.
+        conditions.append(models.HasIdCondition(has_id=[]))
     if condition.sign == "!=":
         return models.Filter(must_not=conditions)
     return models.Filter(should=conditions)

@@ -168,7 +168,8 @@ def extract_descriptors(
             f" that of {broken[0]}: the network is broken",
         )
     samples = np.setdiff1d(extraction.samples, [*left_out])
-    if not len(samples):
+    # Who names images gets those that can be described, be it none.
+    if not len(samples) and extraction.only is None:
         raise DistapError(
             "data.none_described",
             f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}",

@@ -355,3 +355,18 @@ def test_a_hit_without_a_picture_has_no_link(searcher, tmp_path):
 
     asyncio.run(story())
     made.close()
+
+
+def test_the_page_filters_by_the_columns_of_the_generation_that_is_served(searcher):
+    async def pages():
+        with service(searcher) as made:
+            async with client_of(made) as client:
+                before = (await client.get("/")).text
+                images = searcher.index.images
+                columns = {"colour": np.full(len(images), "red")}
+                index = replace(searcher.index, images=replace(images, columns=columns))
+                made.swap(index, made.served.pictures)
+                return before, (await client.get("/")).text
+
+    before, after = asyncio.run(pages())
+    assert "colour" not in before and "<option>colour</option>" in after
