@@ -2,13 +2,16 @@
 
 import time
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from distap.cli.options import JSON, print_json
 from distap.errors import FAILED, DistapError
 from distap.telemetry.terminal import print_result, print_warning, text_table
+
+if TYPE_CHECKING:
+    from distap.apps.runs import ListedRun
 
 PLACE = "Folder or URL with runs: one itself, or the parent or grandparent of some."
 PRUNES = "Remove checkpoints of runs that have ended, all but one of each."
@@ -41,36 +44,9 @@ def runs_command(
         raise typer.BadParameter("--dry-run: says what --prune would do")
     runs = list(listed_runs(place))
     if as_json:
-        print_json(
-            [
-                {
-                    "run": run.name,
-                    "state": run.state,
-                    "live": run.live,
-                    "step": run.step,
-                    "steps": run.steps,
-                    "best": run.score,
-                    "bytes": run.size,
-                    "written": run.written,
-                    "user": run.user,
-                }
-                for run in runs
-            ]
-        )
+        print_json([_as_json(run) for run in runs])
     else:
-        rows = [
-            [
-                run.name,
-                run.state,
-                f"{'–' if run.step is None else run.step}/{run.steps or '?'}",
-                "–" if run.score is None else f"{100 * run.score:.1f}",
-                f"{run.size / 1e9:.2f}",
-                f"{timedelta(seconds=round(max(time.time() - run.written, 0)))} ago",
-                run.user,
-            ]
-            for run in runs
-        ]
-        print_result(text_table(place, "", HEADINGS, rows))
+        print_result(text_table(place, "", HEADINGS, map(_row, runs)))
     show = print_warning if as_json else print_result  # the standard output holds JSON alone
     failed = False
     for run in runs if prune else ():
@@ -89,3 +65,30 @@ def runs_command(
                 failed = True
     if failed:
         raise typer.Exit(FAILED)
+
+
+def _as_json(run: "ListedRun") -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "state": run.state,
+        "live": run.live,
+        "step": run.step,
+        "steps": run.steps,
+        "best": run.score,
+        "bytes": run.size,
+        "written": run.written,
+        "user": run.user,
+    }
+
+
+def _row(run: "ListedRun") -> list[str]:
+    seconds = max(time.time() - run.written, 0)
+    return [
+        run.name,
+        run.state,
+        f"{'–' if run.step is None else run.step}/{run.steps or '?'}",
+        "–" if run.score is None else f"{100 * run.score:.1f}",
+        f"{run.size / 1e9:.2f}",
+        f"{timedelta(seconds=round(seconds))} ago",
+        run.user,
+    ]

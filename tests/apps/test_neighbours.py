@@ -97,6 +97,6 @@ def test_groups_of_keys_have_the_keys_as_names(gallery):
 
 def test_a_similarity_above_one_is_refused(tmp_path, gallery, monkeypatch, capsys):
     write_index(tmp_path / "index", build_index(gallery, "flat"))
-    command = ("neighbours", tmp_path / "index", "--output", tmp_path / "d.json")
-    assert distap(monkeypatch, *command, "--duplicates", 98) == 2
+    output = f"--output={tmp_path / 'd.json'}"
+    assert distap(monkeypatch, "neighbours", tmp_path / "index", output, "--duplicates", 98) == 2
     assert not (tmp_path / "d.json").exists()

@@ -44,9 +44,9 @@ def shop(tmp_path, gallery, monkeypatch):
         (f"../images/{n}.png", ("shoes", "hats")[n % 2], f"sku-{n // 2}", 10 + n) for n in range(12)
     ]
     write_list(tmp_path / "lists" / "list.csv", rows)
-    run = ("--checkpoint", gallery.run)
-    extract = ("extract", tmp_path / "lists" / "list.csv", tmp_path / "d", "data.workers=0", *run)
-    assert distap(monkeypatch, *extract) == 0
+    listed = tmp_path / "lists" / "list.csv"
+    run = f"--checkpoint={gallery.run}"
+    assert distap(monkeypatch, "extract", listed, tmp_path / "d", "data.workers=0", run) == 0
     assert distap(monkeypatch, "index", tmp_path / "d", tmp_path / "index") == 0
     return tmp_path
 
