@@ -55,7 +55,10 @@ class FlatRows:
     def search(self, queries: Float32[np.ndarray, "Q C"], k: int) -> Ranked:
         faiss = installed_faiss()
         if isinstance(self.values, np.ndarray) and self.values.dtype == np.float32:
-            ranked: Ranked = faiss.knn(queries, self.values, k, faiss.METRIC_INNER_PRODUCT)
+            # Faiss takes no subclass, such as a memory map, once another package has imported
+            # faiss.contrib.torch_utils.
+            rows = self.values.view(np.ndarray)
+            ranked: Ranked = faiss.knn(queries, rows, k, faiss.METRIC_INNER_PRODUCT)
             return ranked
         return nearest(queries, self.values, k)
 

@@ -71,7 +71,12 @@ def test_a_folder_is_described_as_its_images_one_by_one_and_says_how(tmp_path, p
         descriptors.descriptors, one_by_one(again, photos, descriptors.keys), atol=1e-6
     )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("about.json", "classes.npy", "descriptors.npy", "extraction.json", "keys.npy")
+        "about.json",
+        "checksums.npy",
+        "classes.npy",
+        "descriptors.npy",
+        "extraction.json",
+        "keys.npy",
     ]
 
 

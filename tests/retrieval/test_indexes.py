@@ -11,6 +11,7 @@ from distap.cli import app
 from distap.errors import DistapError
 from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.row_blocks import nearest
+from distap.retrieval.searching import FlatRows
 from distap.retrieval.stored_index import read_index, write_index
 from distap.retrieval.whitening import learned_whitening, load_whitening
 
@@ -282,3 +283,18 @@ def test_the_commands_build_indexes_and_learn_whitenings(tmp_path, gallery):
     assert run("whiten", tmp_path / "d", "--kind", "lw").exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
     assert whitening.fingerprint == learned_whitening(gallery, "lw").fingerprint
+
+
+def test_mapped_rows_are_searched_after_another_package_has_changed_faiss(tmp_path, monkeypatch):
+    """faiss.contrib.torch_utils, which others import, takes plain arrays and tensors alone."""
+    rows = np.eye(4, dtype=np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    knn = faiss.knn
+
+    def strict(queries, values, *arguments):
+        assert type(queries) is type(values) is np.ndarray
+        return knn(queries, values, *arguments)
+
+    monkeypatch.setattr(faiss, "knn", strict)
+    assert FlatRows(mapped).search(rows[:1], 1)[1].tolist() == [[0]]

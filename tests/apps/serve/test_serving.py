@@ -12,7 +12,7 @@ from commands import distap
 from galleries import upload
 from serving import BAD, MULTIPART, body, resident, serving
 
-from distap.retrieval.indexing import Hit
+from distap.retrieval.searching import Hit
 
 ALIKE = 1e-5  # similarities, whatever the number of threads
 
