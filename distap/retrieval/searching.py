@@ -218,7 +218,10 @@ class SearchIndex:
             ids = rows if self.ids is None else self.ids[rows]
             parameters = _selecting(faiss, self.index, ids)
         if parameters is not None:
-            similarities, numbers = self.index.search(queries, k, params=parameters)
+            # faiss.contrib.torch_utils, which other packages import, puts a function without
+            # parameters in place of `search`, and keeps it under this name.
+            search = getattr(self.index, "search_numpy", self.index.search)
+            similarities, numbers = search(queries, k, params=parameters)
             if (numbers >= 0).all():
                 return similarities, self._rows_of(numbers)
         # Many rows are read from the map in blocks; few are copied, which Faiss compares at once.

@@ -136,10 +136,10 @@ def test_a_slow_search_is_no_reason_to_cut_its_client_off(searcher, monkeypatch)
     kind = type(searcher.index)
     search = kind.search
 
-    def waiting(*arguments):
+    def waiting(*arguments, **options):
         asked.set()
         assert go_on.wait(60)
-        return search(*arguments)
+        return search(*arguments, **options)
 
     monkeypatch.setattr(kind, "search", waiting)
     key = next(iter(searcher.index.rows))
