@@ -18,7 +18,7 @@ LIMITS = {
     "--max-upload-bytes": 300_000,
     "--max-pixels": 1_000_000,
     "--max-k": 50,
-    "--timeout-seconds": 20,
+    "--timeout-seconds": 120,
 }
 BOUNDARY = "limit-of-parts"
 MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
