@@ -33,13 +33,13 @@ from torch.nn.functional import normalize
 
 from distap.data.images.boxes import Box
 from distap.errors import DistapError
+from distap.evaluation.positions import metres_on_globe, metres_on_plane
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken
 from distap.retrieval.truth import NONE, Truth, rows_by_class
 from distap.storage.names import Names, composed
 from distap.storage.texts import read_written_json
 
-EARTH_METRES = 6_371_008.8  # mean radius
 # of an image, or the number of its row
 Name = Annotated[StrictInt | StrictStr, Field(union_mode="left_to_right")]
 Position = tuple[FiniteFloat, FiniteFloat]
@@ -340,24 +340,6 @@ def _means(descriptors: Any, groups: Sequence[Sequence[int]]) -> Any:
     sums = rows.new_zeros(len(groups), rows.shape[1], dtype=torch.float64)
     means = normalize(sums.index_add_(0, number.to(rows.device), rows.double())).to(rows.dtype)
     return means if isinstance(descriptors, torch.Tensor) else means.numpy()
-
-
-def metres_on_plane(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the (N,) metres between points (N, 2), east and north, and one of them."""
-    return np.linalg.norm(points - point, axis=1)
-
-
-def metres_on_globe(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the (N,) metres of ground between points (N, 2), latitude and longitude in degrees,
-    and one of them.
-
-    The way is along the great circle of a sphere, by the haversine formula, which is exact for near
-    points too.
-    """
-    half = np.sin(np.radians(points - point) / 2) ** 2
-    parallels = np.cos(np.radians(points[:, 0])) * np.cos(np.radians(point[0]))
-    haversine = np.clip(half[:, 0] + parallels * half[:, 1], 0, 1)
-    return 2 * EARTH_METRES * np.arctan2(np.sqrt(haversine), np.sqrt(1 - haversine))
 
 
 def read_truth(path: Path) -> GroundTruth:
