@@ -13,7 +13,8 @@ import distap
 from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
-from distap.evaluation.ground_truth import EARTH_METRES, parsed_truth
+from distap.evaluation.ground_truth import parsed_truth
+from distap.evaluation.positions import EARTH_METRES
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.truth import Truth
 
