@@ -20,7 +20,7 @@ from distap.evaluation.described_images import StoredDescribing, stored_describi
 from distap.evaluation.describing import describing_of
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.given_descriptors import evaluate_rows
+from distap.evaluation.given_descriptors import evaluate_by_query
 from distap.evaluation.row_folder import RowFolder, open_descriptors
 from distap.evaluation.saved import RESULT_FILE, Evaluation, read_evaluation
 from distap.evaluation.sets import open_set
@@ -176,7 +176,7 @@ class Opening:
             raise DistapError(
                 "comparison.no_labels", f"{where}: give the labels of these descriptors (labels=)"
             )
-        evaluated, by_query = evaluate_rows(values, labels, names=names, figures=self.figures)
+        evaluated, by_query = evaluate_by_query(values, labels, names, self.figures)
         return Evaluation(
             data=where,
             fingerprint="",

@@ -15,7 +15,7 @@ from distap.data.joined import numbered_apart
 from distap.data.labels import class_name, class_numbers
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import GroundTruth, Name, parsed_truth, read_truth
-from distap.evaluation.query_values import QueryValues, right_image_classes, values_by_query
+from distap.evaluation.query_values import QueryValues, values_by_query
 from distap.ranking.rankable import refuse_crossing
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import LABELLED_FIGURES
@@ -73,46 +73,13 @@ def evaluate(
         DistapError: shapes differ, a descriptor is not finite or not of length 1, a figure has no
             such name, or no query has an image of its class.
     """
-    evaluated, _ = evaluate_rows(
-        descriptors,
-        labels,
-        queries,
-        truth=truth,
-        names=names,
-        cameras=cameras,
-        domains=domains,
-        distractors=distractors,
-        figures=figures,
-        dot_product=dot_product,
-        ties=ties,
-    )
-    answered = int((evaluated.first_positive > 0).sum())
-    left_out = len(evaluated.first_positive) - answered
-    return evaluated.summary() | {"queries": answered, "left_out": left_out}
-
-
-def evaluate_rows(
-    descriptors: ArrayLike | Tensor | Sequence[Tensor],
-    labels: ArrayLike | Tensor | None = None,
-    queries: ArrayLike | Tensor | None = None,
-    *,
-    truth: Mapping[str, Any] | Path | str | None = None,
-    names: Sequence[str] | None = None,
-    cameras: ArrayLike | Tensor | None = None,
-    domains: ArrayLike | None = None,
-    distractors: Sequence[Path | str] | Path | str = (),
-    figures: Sequence[str] = (),
-    dot_product: bool = False,
-    ties: Ties = "against",
-) -> tuple[Evaluated, QueryValues]:
-    """Rank as `evaluate` does, and return the result with the figures of each query."""
     rows = given_rows(descriptors, dot_product=dot_product)
     if (labels is None) == (truth is None):
         raise DistapError("evaluation.labels_or_truth", "give either labels or a truth")
+    _require_names(names, len(rows))
     is_query = None if queries is None else _query_mask(queries, len(rows))
     if labels is not None:
         asked, gallery, right = _labelled(rows, labels, is_query, cameras, domains)
-        keys, classes = _query_names(labels, is_query, names, len(rows))
         figures = figures or LABELLED_FIGURES
     elif cameras is not None or domains is not None:
         raise DistapError(
@@ -124,8 +91,7 @@ def evaluate_rows(
             known = read_truth(Path(truth))
         else:
             known = parsed_truth(cast(Mapping[str, Any], truth), "truth")
-        keys, asked, gallery, right = _listed(known, rows, is_query, names)
-        classes = right_image_classes(right.positives)
+        asked, gallery, right = _listed(known, rows, is_query, names)
         figures = figures or known.figures
     paths = [distractors] if isinstance(distractors, Path | str) else distractors
     evaluated = evaluate_descriptors(
@@ -136,32 +102,39 @@ def evaluate_rows(
         distractors=open_parts(paths, rows.shape[1], dot_product),
         ties=ties,
     )
+    answered = int((evaluated.first_positive > 0).sum())
+    left_out = len(evaluated.first_positive) - answered
+    return evaluated.summary() | {"queries": answered, "left_out": left_out}
+
+
+def evaluate_by_query(
+    descriptors: ArrayLike | Tensor | Sequence[Tensor],
+    labels: ArrayLike | Tensor,
+    names: Sequence[str] | None = None,
+    figures: Sequence[str] = (),
+) -> tuple[Evaluated, QueryValues]:
+    """Rank, for each image, all others, and return the result with the figures of each query.
+
+    Args:
+        descriptors, labels, figures: see `evaluate`.
+        names: (N,) by which queries are compared; None takes the numbers of the rows.
+    """
+    rows = given_rows(descriptors)
+    _require_names(names, len(rows))
+    queries, gallery, right = _labelled(rows, labels, None, None, None)
+    evaluated = evaluate_descriptors(queries, gallery, right, figures or LABELLED_FIGURES)
+    keys = [str(name) for name in (range(len(rows)) if names is None else names)]
+    # Of several levels the finest says which queries are alike.
+    finest = _array(labels).reshape(len(rows), -1)[:, 0]
+    classes = [class_name(label) for label in finest.tolist()]
     return evaluated, values_by_query([(slice(None), evaluated)], keys, classes)
 
 
-def _query_names(
-    labels: ArrayLike | Tensor,
-    is_query: NDArray[np.bool_] | None,
-    names: Sequence[str] | None,
-    count: int,
-) -> tuple[list[str], list[str]]:
-    """Return names and classes of the queries, by which they are compared.
-
-    Without names, an image is called by the number of its row.
-    """
+def _require_names(names: Sequence[str] | None, count: int) -> None:
     if names is not None and len(names) != count:
-        raise _wrong_names(len(names), count)
-    shown = np.flatnonzero(np.ones(count, bool) if is_query is None else is_query)
-    keys = [str(row if names is None else names[row]) for row in shown.tolist()]
-    # Of several levels the finest says which queries are alike.
-    finest = _array(labels).reshape(count, -1)[shown, 0]
-    return keys, [class_name(label) for label in finest.tolist()]
-
-
-def _wrong_names(names: int, descriptors: int) -> DistapError:
-    return DistapError(
-        "evaluation.wrong_shape", f"there are {names} names for {descriptors} descriptors"
-    )
+        raise DistapError(
+            "evaluation.wrong_shape", f"there are {len(names)} names for {count} descriptors"
+        )
 
 
 def _query_mask(queries: ArrayLike | Tensor, count: int) -> NDArray[np.bool_]:
@@ -216,10 +189,8 @@ def _listed(
     rows: Descriptors,
     is_query: NDArray[np.bool_] | None,
     names: Sequence[str] | None,
-) -> tuple[list[str], Descriptors, Descriptors, Truth]:
-    """Return names of queries, queries, gallery and truth of images that a ground truth lists."""
-    if names is not None and len(names) != len(rows):
-        raise _wrong_names(len(names), len(rows))
+) -> tuple[Descriptors, Descriptors, Truth]:
+    """Return queries, gallery and truth of images that a ground truth lists."""
     row_names: list[Name] = [*range(len(rows))] if names is None else [*names]
     repeated = len(row_names) - len(set(row_names))
     if repeated:
@@ -241,16 +212,14 @@ def _listed(
             f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}",
         )
     row_names, rows = truth.grouped(row_names, rows)
-    records, queries = truth.asked(row_names, rows)
-    keys = [str(record.name) for record in records]
+    _, queries = truth.asked(row_names, rows)
     gallery = rows
     if is_query is not None:
         kept = np.flatnonzero(~is_query)
         gallery = taken(rows, torch.from_numpy(kept))
         row_names = [row_names[row] for row in kept]
     device = torch.device(rows.device)
-    listed = truth.of_gallery(truth.queries, row_names, device, is_of_itself=True)
-    return keys, queries, gallery, listed
+    return queries, gallery, truth.of_gallery(truth.queries, row_names, device, is_of_itself=True)
 
 
 def _array(values: ArrayLike | Tensor) -> NDArray[Any]:
