@@ -12,7 +12,6 @@ from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
 from distap.ranking.losses.function import loss as loss
 from distap.ranking.rank import rank as rank
 from distap.retrieval.indexing import search_index as search_index
-from distap.retrieval.stored_index import open_index as open_index
 from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
 from distap.world import World as World
 

@@ -31,7 +31,7 @@ Samples = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Changes:
-    """What images and removed keys change in an index."""
+    """Images and keys by what they change in an index."""
 
     images: ImageSet | None
     row_of: Samples  # (n,) of each image in the index, -1 if it has none

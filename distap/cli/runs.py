@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PLACE = "Folder or URL with runs: one itself, or the parent or grandparent of some."
 PRUNES = "Remove checkpoints of runs that have ended, all but one of each."
-KEPT = "Checkpoint of a run that stays: the one with the best figure, or the newest."
+STAYS = "Checkpoint of a run that stays: the one with the best figure, or the newest."
 AGE = "Leave runs alone that wrote within this time: a number with m, h, d or w."
 DRY = "Say what would be removed, and remove nothing."
 HEADINGS = ["run", "state", "step", "best", "GB", "last wrote", "user"]
@@ -24,7 +24,7 @@ HEADINGS = ["run", "state", "step", "best", "GB", "last wrote", "user"]
 def runs_command(
     place: Annotated[str, typer.Argument(help=PLACE, show_default=False)] = "runs",
     prune: Annotated[bool, typer.Option("--prune", help=PRUNES)] = False,
-    keep: Annotated[Literal["best", "newest"], typer.Option(help=KEPT)] = "best",
+    keep: Annotated[Literal["best", "newest"], typer.Option(help=STAYS)] = "best",
     older: Annotated[str, typer.Option(help=AGE)] = "30d",
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY)] = False,
     as_json: JSON = False,

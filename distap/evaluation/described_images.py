@@ -105,7 +105,7 @@ class DescribedImages(ImageSet):
 
 @dataclass(frozen=True)
 class StoredDescriber:
-    """What an evaluation asks of a describer whose descriptors are stored."""
+    """Answer what an evaluation asks of a describer, with descriptors that are stored."""
 
     described_by: DescribedBy
     dimensions: int

@@ -57,7 +57,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class ComparedPage:
-    """What the page shows of one pair."""
+    """Gather what the page shows of one pair."""
 
     pair: Compared
     evaluations: Mapping[str, Sequence[Evaluation]]

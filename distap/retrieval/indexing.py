@@ -13,6 +13,7 @@ from __future__ import annotations  # `help` shows the types as they are written
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from distap.retrieval.row_blocks import (
     without_rows,
 )
 from distap.retrieval.searching import FlatRows, SearchIndex
+from distap.retrieval.stored_index import read_index
 
 faiss = installed_faiss()
 # numbers added at once: few, so that a slowly growing graph shows its progress
@@ -123,26 +125,38 @@ def build_index(
 
 
 def search_index(
-    descriptors: ArrayLike | torch.Tensor | Sequence[torch.Tensor],
+    descriptors: ArrayLike | torch.Tensor | Sequence[torch.Tensor] | Path,
     keys: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
     kind: str = "flat",
     search: str = "",
     dot_product: bool = False,
 ) -> SearchIndex:
-    """Build a Faiss index; `search_index(...).search(queries, k)` returns hits.
+    """Build a Faiss index, or open one; `search_index(...).search(queries, k)` returns hits.
+
+    An index that is opened stays in its files, which all processes share.
 
     Args:
-        descriptors: (N, C) of length 1.
+        descriptors: (N, C) of length 1. Or, without other arguments, the folder of an index that
+            `distap index` wrote, of which the current generation is opened.
         keys: (N,) names of the images; None takes the numbers of the rows.
         classes: (N,) names of their classes; None for none.
         kind: `flat`, `hnsw` or a factory string of Faiss.
         search: parameters of the index, see `build_index`.
         dot_product: take descriptors of any length, and rank by the dot product.
     Raises:
-        DistapError: the shapes do not fit, a descriptor is not finite or has another length, or
-            Faiss cannot build such an index.
+        DistapError: the shapes do not fit, a descriptor is not finite or has another length, Faiss
+            cannot build such an index, or the folder has no index or a damaged one.
     """
+    if isinstance(descriptors, str | Path):
+        names_images = keys is not None or classes is not None
+        if names_images or (kind, search, dot_product) != ("flat", "", False):
+            raise DistapError(
+                "index.opened_as_it_is",
+                f"{descriptors}: an index that is opened has its keys, classes and kind: give the"
+                " folder alone",
+            )
+        return read_index(Path(descriptors))
     values = given_rows(descriptors, dot_product=dot_product)
     if isinstance(values, torch.Tensor):
         values = values.float().cpu().numpy()

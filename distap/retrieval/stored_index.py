@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from distap.errors import DistapError, checked
+from distap.errors import DistapError
 from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import reading
 from distap.retrieval.generations import (
@@ -78,19 +78,6 @@ def require_free_for_index(folder: Path) -> None:
             f"{folder}: {', '.join(sorted(names)[:3])} would be lost; move it, or name a new"
             " folder",
         )
-
-
-@checked
-def open_index(folder: str | Path) -> SearchIndex:
-    """Open the current generation of an index that `distap index` wrote.
-
-    `open_index(folder).search(queries, k, where="price<=50", group="product")` returns hits. The
-    descriptors stay in their file, which all processes share.
-
-    Raises:
-        DistapError: there is no index, or a file of it is damaged.
-    """
-    return read_index(Path(folder))
 
 
 def read_index(folder: Path, changeable: bool = False) -> SearchIndex:

@@ -98,7 +98,7 @@ def test_a_monday_of_new_gone_replaced_and_dearer_products(shop, gallery, monkey
     assert updated(shop, gallery, source, replaces=True)["same"] == 5
     assert read_index(shop / "index").generation == "000002"
 
-    index = library.open_index(shop / "index")
+    index = library.search_index(shop / "index")
     [hits] = index.search(index.descriptor_of("images/2.png"), 9, where="price>=30", group="sku")
     assert [hit.columns["sku"] for hit in hits] in (["sku-9", "sku-2"], ["sku-2", "sku-9"])
 

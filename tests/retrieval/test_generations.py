@@ -14,7 +14,7 @@ from raising import raises
 from distap.retrieval import generations
 from distap.retrieval.changing import changed_index
 from distap.retrieval.generations import updating
-from distap.retrieval.indexing import build_index
+from distap.retrieval.indexing import build_index, search_index
 from distap.retrieval.joining import taken_images
 from distap.retrieval.stored_index import read_index, write_index, write_next
 
@@ -170,3 +170,14 @@ def test_an_error_after_the_switch_leaves_the_new_generation(tmp_path, gallery, 
         update(tmp_path, gallery)
     index = read_index(tmp_path)
     assert index.generation == "000002" and len(index) == 416
+
+
+def test_the_library_opens_a_folder_as_it_is(tmp_path, gallery):
+    write_index(tmp_path / "index", build_index(gallery, "flat"))
+    queries = gallery.descriptors[:3]
+    for folder in (tmp_path / "index", str(tmp_path / "index")):
+        opened = search_index(folder)
+        assert answers(opened, queries) == answers(read_index(tmp_path / "index"), queries)
+    for options in ({"kind": "hnsw"}, {"keys": ["a"]}):
+        with raises("index.opened_as_it_is", tmp_path / "index"):
+            search_index(tmp_path / "index", **options)
