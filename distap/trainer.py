@@ -77,7 +77,6 @@ class Trainer:
         self.learner = prepared.step.learner
         self.state = prepared.state
         self.done = 0  # steps that have led to the present parameters
-        self.ends_early = False  # since the best score has stopped rising
         self._saved = 0  # steps that have led to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
         self.ended: float | None = None  # time.monotonic() when it was done or began to stop
@@ -91,7 +90,6 @@ class Trainer:
         steps = prepared.length.steps
         with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
             self.done = self._saved = self.state.resume()
-            self.ends_early = self._has_no_patience()
             if prepared.is_begun and self.done == 0:
                 raise DistapError(
                     "checkpoint.removed",
@@ -126,7 +124,7 @@ class Trainer:
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
-        if self._has_no_patience():  # by the evaluation that was owed
+        if self.ends_early:  # by the evaluation that was owed
             return self._finish()
         first = self.done
         stopping = False
@@ -208,7 +206,8 @@ class Trainer:
         logger.info("%s: %s", self.recipe.run, reason)
         return FINISHED
 
-    def _has_no_patience(self) -> bool:
+    @property
+    def ends_early(self) -> bool:
         """Return whether the best score has not risen for evaluation.patience evaluations."""
         patience = self.recipe.evaluation.patience
         return patience is not None and self.state.since_best >= patience
@@ -354,7 +353,6 @@ class Trainer:
             is_best = score_of(figures, self.recipe) > self.state.writer.best
             # Counted before the checkpoint, which must know it to go on exactly.
             self.state.since_best = 0 if is_best else self.state.since_best + 1
-            self.ends_early = self._has_no_patience()
             self.report.since_best(self.done, self.state.since_best)
         if (
             is_best

@@ -1,7 +1,6 @@
 """`distap compare`: whether one network retrieves better than another."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,12 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from distap.cli import options
-from distap.cli.options import JSON, print_json
+from distap.cli.options import JSON, data_option, print_json
 from distap.evaluation.comparing import RESAMPLES
 from distap.telemetry.terminal import print_text, set_up_logging
 
 SEPARATOR = ":"
-data_option = partial(typer.Option, rich_help_panel="Data sets")
 SIDES = (
     "Two networks or more, the baseline first: runs, checkpoints, exports, folders of `distap eval"
     " --output` or `distap extract`, or .npy files of descriptors. Runs from several seeds stand"
@@ -35,15 +33,9 @@ def compare_command(
     data: Annotated[
         str | None, data_option(help=COMPARED_ON, show_default="the first run's validation set")
     ] = None,
-    gallery: Annotated[
-        str | None, data_option(help="Shards to search in.", show_default="its other images")
-    ] = None,
-    gallery_draws: Annotated[
-        int, data_option(help="Draw a gallery this many times, as `distap eval` does.", min=0)
-    ] = 0,
-    truth: Annotated[
-        Path | None, data_option(help="JSON file that says for each query what is right.")
-    ] = None,
+    gallery: options.GALLERY_SET = None,
+    gallery_draws: options.GALLERY_DRAWS = 0,
+    truth: options.TRUTH_FILE = None,
     labels: Annotated[Path | None, data_option(help=ROW_LABELS)] = None,
     names: Annotated[Path | None, data_option(help=ROW_NAMES)] = None,
     figures: Annotated[

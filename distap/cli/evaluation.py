@@ -1,24 +1,21 @@
 """`distap eval`: measure what a network retrieves."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from distap.cli import options
-from distap.cli.options import JSON, OVERRIDES, print_json
+from distap.cli.options import JSON, OVERRIDES, data_option, print_json
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import set_up_logging
 
-data_option = partial(typer.Option, rich_help_panel="Data sets")
 DATA = (
     "Data set, PATH or NAME=PATH: shards, or a folder that `distap data convert` wrote. Repeat for"
     " several."
 )
-GALLERY_SET = "Shards to search in; the images of each data set are the queries."
 DISTRACTORS = (
     "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
 )
@@ -29,11 +26,6 @@ GALLERY_ROWS = (
 )
 MERGED_HELP = (
     "Evaluate the data sets as one too, in which data set and class must agree, as UnED does."
-)
-TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
-DRAWS = (
-    "Draw a gallery of one image per class this many times, query the others, and average the"
-    " figures."
 )
 QUERY_EXPANSION = (
     "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all"
@@ -65,15 +57,11 @@ def eval_command(
         list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")
     ] = None,
     distractors: Annotated[list[str] | None, data_option(help=DISTRACTORS)] = None,
-    gallery: Annotated[
-        str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")
-    ] = None,
+    gallery: options.GALLERY_SET = None,
     gallery_rows: Annotated[list[Path] | None, data_option(help=GALLERY_ROWS)] = None,
-    gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
+    gallery_draws: options.GALLERY_DRAWS = 0,
     merged: Annotated[bool, data_option("--merged", help=MERGED_HELP)] = False,
-    truth: Annotated[
-        Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")
-    ] = None,
+    truth: options.TRUTH_FILE = None,
     figures: Annotated[
         str, data_option(help=FIGURES_HELP, show_default="the recipe's, or the protocol's")
     ] = "",

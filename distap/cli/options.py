@@ -68,6 +68,7 @@ OVERRIDES = Annotated[
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
+data_option = partial(typer.Option, rich_help_panel="Data sets")
 
 TRAINED = (
     "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe,"
@@ -85,6 +86,20 @@ TRUST = Annotated[bool, network("--trust", help=TRUSTED)]
 WHITENING = Annotated[
     Path | None,
     refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote."),
+]
+
+SEARCHED = "Shards to search in; the images of each data set are the queries."
+GALLERY_SET = Annotated[
+    str | None, data_option(help=SEARCHED, show_default="all others of its own images")
+]
+DRAWS = (
+    "Draw a gallery of one image per class this many times, query the others, and average the"
+    " figures."
+)
+GALLERY_DRAWS = Annotated[int, data_option(help=DRAWS, min=0)]
+TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
+TRUTH_FILE = Annotated[
+    Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")
 ]
 
 
