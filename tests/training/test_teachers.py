@@ -342,7 +342,7 @@ def test_a_missing_row_is_counted_with_its_reason(tmp_path, shards, teacher):
 
 def test_a_name_that_stands_twice_is_refused(tmp_path, shards, teacher, folder):
     shutil.copytree(folder, tmp_path / "rows")
-    keys = read_descriptors(folder).keys
+    keys = read_descriptors(folder).keys.copy()
     keys[3] = keys[5]
     values = read_descriptors(folder).descriptors
     write_table(tmp_path / "rows", keys, values)
