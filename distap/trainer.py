@@ -4,6 +4,7 @@
 reports it.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -150,8 +151,14 @@ class Trainer:
                 self.state.weights.observe(figures, result.loss)
             if self.done == first + 1:
                 self._after_first_step(share)
-            seconds = time.perf_counter() - lap
-            self.report.step(self.done, share, result, figures, self.images.stopwatch, seconds)
+            self.report.step(
+                self.done,
+                share,
+                result,
+                figures,
+                self.images.stopwatch,
+                seconds=time.perf_counter() - lap,
+            )
             self._report_checkpoints()
             self._count_not_finite(result.skipped)
 
@@ -209,8 +216,7 @@ class Trainer:
     @property
     def ends_early(self) -> bool:
         """Return whether the best score has not risen for evaluation.patience evaluations."""
-        patience = self.recipe.evaluation.patience
-        return patience is not None and self.state.since_best >= patience
+        return self.state.since_best >= (self.recipe.evaluation.patience or math.inf)
 
     @property
     def _ended_early(self) -> str:
@@ -248,10 +254,9 @@ class Trainer:
         ranks act after the same step, or raise together.
         """
         self.report.reading(self.done, share)
-        trace_asked = stop.trace_asked
-        stop.trace_asked = False
         problem = self.state.lease.problem
-        requests = [len(share.failures), stop.requested, trace_asked, problem != ""]
+        requests = [len(share.failures), stop.requested, stop.trace_asked, problem != ""]
+        stop.trace_asked = False
         counts = torch.cat([torch.tensor(requests, dtype=torch.float64), by_set.flatten()])
         counts = self.world.sum(counts.to(self.world.device)).cpu()
         by_set.copy_(counts[len(requests) :].view_as(by_set))
@@ -346,7 +351,7 @@ class Trainer:
         return figures
 
     def _save_if_due(self, figures: Figures | None) -> None:
-        is_best = False
+        is_needed = False  # whatever the schedule says
         if figures is not None:
             # What counts as the best is written: the ranks must agree on that.
             self.state.writer.wait()
@@ -354,11 +359,8 @@ class Trainer:
             # Counted before the checkpoint, which must know it to go on exactly.
             self.state.since_best = 0 if is_best else self.state.since_best + 1
             self.report.since_best(self.done, self.state.since_best)
-        if (
-            is_best
-            or self.ends_early
-            or self.prepared.length.is_due(self.recipe.checkpoint, self.done)
-        ):
+            is_needed = is_best or self.ends_early
+        if is_needed or self.prepared.length.is_due(self.recipe.checkpoint, self.done):
             self._save(figures)
 
     def _save(self, figures: Figures | None = None) -> None:

@@ -133,8 +133,12 @@ class RunReport:
             )
         self._warn_if_collapsed(step, result)
         network = stopwatch.seconds.pop("network")  # within other stages
-        other = seconds - sum(stopwatch.seconds.values())
-        times = {**stopwatch.seconds, "other": other, "step": seconds, "network": network}
+        times = {
+            **stopwatch.seconds,
+            "other": seconds - sum(stopwatch.seconds.values()),
+            "step": seconds,
+            "network": network,
+        }
         stopwatch.seconds.clear()
         is_ap = getattr(self.recipe.loss, "is_ap", False)
         figures = {
