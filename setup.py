@@ -24,7 +24,7 @@ def absolute(link: re.Match[str]) -> str:
 
 
 def version() -> str:
-    """The release at its tag, and elsewhere with the commit: 0.1.0+g1a2b3c4, or what the sdist says
+    """The release at its tag, and elsewhere with the commit: 0.2.0+g1a2b3c4, or what the sdist says
     that is built.
     """
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"
 # one list for this file, type checkers and editors
 _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
 _MODULES = {
