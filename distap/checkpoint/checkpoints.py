@@ -239,6 +239,7 @@ class FilesBeside:
                 path.relative_to(self.run).as_posix()
                 for pattern in self.patterns
                 for path in self.run.glob(pattern)
+                if path.is_file()
             }
             for name in sorted(here):
                 # The training replaces its evaluations meanwhile.

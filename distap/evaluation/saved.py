@@ -1,9 +1,11 @@
 """Save an evaluation to a folder, and read its figures and hits back without network or images."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ FOLDER = "evaluations"
 RESULT_FILE = "result.json"
 RETRIEVED_FILE = "retrieved.npz"
 QUERIES_FILE = "queries.npz"
+SET_FOLDER = "set-"  # and the name of a further data set, within the folder of the first
 # the protocols of which neighbours are kept
 LABELLED = "labelled set"
 QUERIED = "queries and another gallery"
@@ -77,6 +80,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     hits: Retrieved | None = Field(default=None, exclude=True)
     by_query: QueryValues | None = Field(default=None, exclude=True)  # until it is saved
     step: int | None = None  # of a training
+    set: str | None = None  # its name there
     data: str
     gallery: str | None = None  # that is not of `data`
     protocol: str = LABELLED
@@ -127,6 +131,24 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / RESULT_FILE
     with reading(path, "distap eval"):
         return Evaluation.model_validate({**read_json(path), "folder": folder})
+
+
+def save_evaluations(folder: Path, evaluations: Mapping[str, Evaluation], **about: Any) -> None:
+    """Write the evaluations of several data sets: the first to `folder`, each other one below it.
+
+    The first is written last, so that a folder with one holds all.
+    """
+    first, *others = evaluations
+    for name in (*others, first):
+        place = folder if name == first else folder / f"{SET_FOLDER}{quote(name, safe='')}"
+        evaluations[name].save(place, set=name, **about)
+
+
+def read_evaluations(folder: Path) -> dict[str, Evaluation]:
+    """Read what `save_evaluations` wrote, by data set, or raise a DistapError."""
+    places = [folder, *sorted(folder.glob(f"{SET_FOLDER}*"))]
+    evaluations = [read_evaluation(place) for place in places]
+    return {evaluation.set or evaluation.data: evaluation for evaluation in evaluations}
 
 
 def folder_of_step(run: Path, step: int) -> Path:

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import yaml
 
 import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
-from distap.config.reading import parsed_yaml
 from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.joined import JoinedImages
 from distap.data.loading.reader import open_images
@@ -22,20 +20,15 @@ from distap.errors import DistapError, without_secrets
 from distap.evaluation.saved import (
     Evaluation,
     Retrieved,
-    folder_of_step,
-    read_evaluation,
-    saved_steps,
 )
-from distap.evaluation.upgrade import upgrade_lines
 from distap.pages.charts import MOST_POINTS, Chart
 from distap.pages.page import THUMBNAIL, write_page
+from distap.pages.run import Run, read_run
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
 from distap.storage.locations import sets_in_words
-from distap.storage.texts import read_text
-from distap.telemetry.runlog import read_run_log, read_starts
-from distap.telemetry.terminal import print_warning, rows_of_sets
+from distap.telemetry.terminal import print_warning
 
 PAGE_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
@@ -47,141 +40,12 @@ CURVES = {
     "spread": ("Spread of a batch's descriptors, 0 if all are alike", "squared distance"),
     "replay_drift": ("Replay drift, between an image's two descriptors", "distance"),
 }
-SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
 RANDOM = 10
 HARDEST = 8
 HITS = 10
 FRAMES = (
     "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
 )
-SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which a report needs
-
-
-@dataclass(frozen=True)
-class Run:
-    folder: Path
-    recipe: dict[str, Any]
-    entries: list[dict[str, Any]]  # lines of its log
-    before: Evaluation | None  # of the network that the training began with
-    after: Evaluation | None  # of the network as it is now
-    # when, where and with which versions it was started; empty of an older run
-    starts: list[dict[str, Any]]
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.entries if "loss" in entry]
-
-    @property
-    def validations(self) -> list[dict[str, Any]]:
-        """Return the log's evaluations, the last of each step."""
-        lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
-        return [lines[step] for step in sorted(lines)]
-
-    @property
-    def highest_score(self) -> tuple[str, float | None, int | None]:
-        """Return what chooses the best checkpoint, its highest value in the log, and its step."""
-        name = "validation mAP"  # also of lines that do not name it
-        best = None
-        value = None
-        for entry in self.validations:
-            [(figure, score)] = entry.get("score", {name: entry["validation"].get("mAP")}).items()
-            if figure != name or value is None or score > value:
-                name, value, best = figure, score, entry["step"]
-        return name, value, best
-
-    @property
-    def since_best(self) -> int:
-        """Return how many evaluations in a row have not raised that figure, with a patience."""
-        counts = [entry["since_best"] for entry in self.entries if "since_best" in entry]
-        return counts[-1] if counts else 0
-
-    @property
-    def sets(self) -> list[list[str]]:
-        """Return a table of the last evaluation, without rows if it was of a single set."""
-        last = self.validations[-1] if self.validations else {}
-        if "also" not in last:
-            return []
-        validation = self.recipe["data"]["validation"]
-        if isinstance(validation, dict):
-            return rows_of_sets(last["also"])
-        return rows_of_sets({without_secrets(validation): last["validation"], **last["also"]})
-
-    @property
-    def upgrades(self) -> list[str]:
-        """Return a line for each set of the last evaluation that another network described too."""
-        last = self.validations[-1] if self.validations else {}
-        return [
-            f"{name}: {line}"
-            for name, figures in last.get("also", {}).items()
-            for line in upgrade_lines(figures)
-        ]
-
-    @property
-    def train_seconds(self) -> float:
-        """Return the seconds of the whole training, including evaluations and checkpoints."""
-        # Only the lines of steps have a whole, `step`, next to its parts.
-        seconds = [entry["seconds"] for entry in self.entries]
-        return sum(times["step"] if "step" in times else sum(times.values()) for times in seconds)
-
-    @property
-    def outside_network_share(self) -> float | None:
-        """Return the share of step time spent outside the network's forward and backward.
-
-        None without steps.
-        """
-        step_seconds = sum(entry["seconds"]["step"] for entry in self.steps)
-        network = sum(entry["seconds"]["network"] for entry in self.steps)
-        return 1 - network / step_seconds if step_seconds else None
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "before": _main_figures(self.before),
-            "after": _main_figures(self.after),
-            "train_seconds": self.train_seconds,
-            "outside_network_share": self.outside_network_share,
-        }
-
-    def evaluations(self) -> dict[str, Evaluation]:
-        """Return the evaluations as `before` and `after`, or by step within the training."""
-        if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
-            raise DistapError(
-                "data.changed",
-                f"{self.before.folder} and {self.after.folder} are of different data: they cannot"
-                " be compared",
-            )
-        last = self.recipe["steps"] or max((entry["step"] for entry in self.steps), default=None)
-        names = {0: "before", last: "after"}
-        return {
-            names.get(evaluation.step, f"step {evaluation.step}"): evaluation
-            for evaluation in (self.before, self.after)
-            if evaluation
-        }
-
-
-def _main_figures(evaluation: Evaluation | None) -> dict[str, float] | None:
-    if evaluation is None:
-        return None
-    figures = evaluation.figures
-    return {name: figures[name] for name in SUMMARY_FIGURES if name in figures}
-
-
-def read_run(folder: Path) -> Run:
-    """Read a run's folder, with its first and its newest evaluation."""
-    entries = read_run_log(folder)
-    path = folder / "recipe.yaml"
-    with reading(path, "distap train"):
-        recipe = parsed_yaml(read_text(path), str(path))
-        recipe |= {key: recipe[key] for key in SECTIONS}
-    # An evaluation that the log does not know is from before an interruption.
-    logged = {entry["step"] for entry in entries if "validation" in entry}
-    steps = [step for step in saved_steps(folder) if step in logged]
-    before = None
-    after = None
-    if steps and (steps[0] == 0 or len(steps) > 1):
-        before = read_evaluation(folder_of_step(folder, steps[0]))
-    if steps and steps[-1] > 0:
-        after = read_evaluation(folder_of_step(folder, steps[-1]))
-    return Run(folder, recipe, entries, before, after, read_starts(folder))
 
 
 def report(
@@ -198,9 +62,9 @@ def report(
     output = output or folder
     with reading(folder, "distap train"):
         run = read_run(folder)
-        evaluations = run.evaluations()
+        by_set = run.evaluations()
         seconds = stage_seconds(run)
-        sheets, problem = contact_sheets(evaluations)
+        sheets, problems = contact_sheets(by_set)
         write_page(
             output / PAGE_FILE,
             "report.html",
@@ -214,8 +78,8 @@ def report(
             recipe_yaml=without_secrets(
                 yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
             ),
-            problem=problem,
-            evaluations=evaluations,
+            problems=problems,
+            by_set=by_set,
             training=training_charts(run) if seconds else {},
             thinned=len(run.steps) if len(run.steps) > MOST_POINTS else 0,
             seconds=seconds,
@@ -297,23 +161,32 @@ def examples_of(
     return [example(sample) for sample in samples]
 
 
-def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
-    """Return sheets of pictures of hits, and the reason if there are none."""
-    if not evaluations:
-        return {}, ""
-    try:
-        retrieved = dict[str, Retrieved]()
-        for name, evaluation in evaluations.items():
-            hits = evaluation.retrieved()
-            if hits is None:
-                return {}, (
-                    "neighbours are kept neither of galleries that are drawn nor of sets with a"
-                    " ground truth"
-                )
-            retrieved[name] = hits
-        return sheets_of(retrieved, thumbnails(next(iter(evaluations.values())))), ""
-    except DistapError as error:
-        return {}, str(error)
+def contact_sheets(by_set: dict[str, dict[str, Evaluation]]) -> tuple[Sheets, list[str]]:
+    """Return sheets of pictures of hits of each data set, and why some have none."""
+    sheets: Sheets = {}
+    problems = list[str]()
+    for name, evaluations in by_set.items():
+        of_set = f", {name}" if len(by_set) > 1 else ""
+        try:
+            for title, sheet in _sheets_of_set(evaluations).items():
+                sheets[title + of_set] = sheet
+        except DistapError as error:
+            problems.append(f"{without_secrets(name)}: {error}" if of_set else str(error))
+    return sheets, problems
+
+
+def _sheets_of_set(evaluations: dict[str, Evaluation]) -> Sheets:
+    retrieved = dict[str, Retrieved]()
+    for name, evaluation in evaluations.items():
+        hits = evaluation.retrieved()
+        if hits is None:
+            raise DistapError(
+                "evaluation.no_neighbours",
+                "neighbours are kept neither of galleries that are drawn or merged nor of sets with"
+                " a ground truth",
+            )
+        retrieved[name] = hits
+    return sheets_of(retrieved, thumbnails(next(iter(evaluations.values()))))
 
 
 def thumbnails(evaluation: Evaluation) -> Thumbnails:

@@ -18,7 +18,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.damage import REASONS
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
-from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
+from distap.evaluation.saved import Evaluation, folder_of_step, save_evaluations, saved_steps
 from distap.evaluation.upgrade import upgrade_lines
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
@@ -255,7 +255,7 @@ class RunReport:
     ) -> None:
         """Report an evaluation after a step, by data set.
 
-        Keep that of the first validation set for a page. Training continues if the disk is full.
+        Keep them for a page. Training continues if the disk is full.
         """
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, values in figures.items():
@@ -283,8 +283,8 @@ class RunReport:
         run = recipe.run
         try:
             if self.world.rank == 0:
-                first = next(iter(evaluated.values()))
-                first.save(folder_of_step(run, step), network=str(run), step=step)
+                folder = folder_of_step(run, step)
+                save_evaluations(folder, evaluated, network=str(run), step=step)
                 # A report compares the first with the newest.
                 for earlier in {*saved_steps(run)[1:]} - {step}:
                     shutil.rmtree(folder_of_step(run, earlier), ignore_errors=True)

@@ -25,6 +25,7 @@ from distap.data.loading.share import TrainingImages
 from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
+from distap.evaluation.saved import SET_FOLDER
 from distap.model.backbone import built_again
 from distap.registry import SOURCES, by_path
 from distap.storage.files import Storage
@@ -35,7 +36,15 @@ from distap.training.mining import NearestClasses
 from distap.world import World, local
 
 # Files of the run folder that go to a store together with checkpoints.
-BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+BESIDE = (
+    "recipe.yaml",
+    RUN_LOG,
+    STARTS_LOG,
+    f"{EVALUATIONS}/*/*",
+    f"{EVALUATIONS}/*/{SET_FOLDER}*/*",
+    "loggers/*",
+    "tensorboard/*",
+)
 Figures = dict[str, dict[str, float]]  # by data set, the validation set first
 # Keys of `optimizer` on which its state does not depend.
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")

@@ -21,13 +21,15 @@ from benchmarks.photos import pack
 from distap.config.reading import load_recipe, recorded_recipe
 from distap.data.converters.dataset import convert
 from distap.evaluation.describing import describing_of
+from distap.evaluation.saved import folder_of_step, read_evaluations
 from distap.evaluation.sets import open_set
 from distap.evaluation.several_sets import (
     evaluate_merged,
     merged_figure_names,
     with_mean,
 )
-from distap.pages.report import read_run, report
+from distap.pages.report import report
+from distap.pages.run import read_run
 from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.refinement import Refinement
 from distap.telemetry.runlog import read_run_log
@@ -278,7 +280,19 @@ def test_a_training_of_two_ranks_reports_sets_merged_and_mean_and_goes_on(
     assert printed["merged"]["plain"] == pytest.approx(by_hand, abs=1e-6)
     assert printed["birds"]["plain"] == pytest.approx(lines[3]["also"]["birds"], abs=1e-6)
 
-    page, _ = report(run)
+    page, summary = report(run)
+    evaluations = read_evaluations(folder_of_step(run, 3))
+    assert {name: kept.figures for name, kept in evaluations.items()} == {
+        name: pytest.approx(lines[3]["also"][name]) for name in ("birds", "cars", "merged")
+    }
+    assert list(summary["sets"]) == ["birds", "cars", "merged"]
+    assert summary["sets"]["cars"]["before"]["R@1"] == lines[0]["also"]["cars"]["R@1"]
+    assert summary["sets"]["cars"]["after"]["R@1"] == lines[3]["also"]["cars"]["R@1"]
+    text = page.read_text()
+    for name in ("birds", "cars"):
+        assert f"<h2>Neighbours of some queries, {name}</h2>" in text
+    assert "merged: neighbours are kept neither" in text
+    assert "2 on 2 ranks, 1 on 1 rank" in text
     browser.open(page)
     assert browser.errors() == [] and browser.sideways() <= 0
     table = browser.driver.find_element("css selector", "#data-sets table").text.splitlines()

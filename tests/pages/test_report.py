@@ -26,7 +26,8 @@ from distap import RELEASE
 from distap.data.shards.index import load_index
 from distap.errors import RESTART, DistapError
 from distap.evaluation.saved import folder_of_step
-from distap.pages.report import read_run, report, sheets_of
+from distap.pages.report import report, sheets_of
+from distap.pages.run import read_run
 from distap.trainer import Trainer
 from distap.training.prepared import prepare
 from distap.world import World
@@ -279,7 +280,7 @@ def test_without_the_data_set_a_note_stands_for_the_pictures(run, changes, messa
 
 def test_a_damaged_image_leaves_its_place_in_the_sheet(tmp_path, evaluated, run):
     shards = shutil.copytree(evaluated / "shards", tmp_path / "shards")
-    evaluations = read_run(run).evaluations()
+    [evaluations] = read_run(run).evaluations().values()
     hits = {name: evaluation.retrieved() for name, evaluation in evaluations.items()}
     (query, _), *_ = sheets_of(hits, lambda _: None)["Hardest queries"][1]
     damage(shards, np.flatnonzero(load_index(shards).key == query.key))
@@ -307,8 +308,9 @@ def test_evaluations_from_before_an_interruption_are_left_out(run):
     log = run / "metrics.jsonl"
     lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < 24]
     log.write_text("\n".join([*lines, ""]))
-    message = [element.step for element in (read_run(run).before, read_run(run).after) if element]
-    assert message == [0]
+    found = read_run(run)
+    assert [evaluation.step for evaluation in found.before.values()] == [0]
+    assert found.after == {}
 
 
 def test_a_folder_with_another_recipe_is_refused(run):
