@@ -141,10 +141,10 @@ def pack_command(
 
     A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative
     to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes
-    that hold the class, and split, each packed as OUTPUT/SPLIT, such as train, test-query and
-    test-gallery. Images are packed byte for byte, unless --side scales them. Every file that is
-    left out, such as an image that is cut short or missing, is counted by the reason. OUTPUT
-    appears when it is complete.
+    that hold the class; split, each packed as OUTPUT/SPLIT, such as train and test, or train, query
+    and gallery; and key, the name of the image. Images are packed byte for byte, unless --side
+    scales them. Every file that is left out, such as an image that is cut short or missing, is
+    counted by the reason. OUTPUT appears when it is complete.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts

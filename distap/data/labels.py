@@ -92,17 +92,17 @@ def nesting(rows: Iterable[tuple[Any, str, Levels]]) -> dict[str, Levels]:
         DistapError: a class is in another one of the next level than in an earlier row.
     """
     levels_of: dict[str, Levels] = {}
-    holders: dict[tuple[int, str], str] = {}
+    holders: dict[tuple[int, str], tuple[str, Any]] = {}  # each with the place that says so
     for where, name, levels in rows:
         if levels_of.get(name) == levels:
             continue
         for level, (inner, outer) in enumerate(pairwise((name, *levels, ""))):
-            before = holders.setdefault((level, inner), outer)
+            before, first = holders.setdefault((level, inner), (outer, where))
             if inner and before != outer:
                 raise DistapError(
                     "data.crossing_levels",
                     f"{where}: class {inner!r} of level {level} is in {outer!r} of level"
-                    f" {level + 1}, but in {before!r} before",
+                    f" {level + 1}, but {first} has it in {before!r}",
                 )
         levels_of[name] = levels
     return levels_of

@@ -164,25 +164,28 @@ def test_levels_of_classes_are_kept(tmp_path, image_folder):
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "crossing", "before"),
     [
         (
             ("apple", ("tool", "food")),
-            "class 'apple' of level 0 is in 'tool' of level 1, but in 'fruit' before",
+            "class 'apple' of level 0 is in 'tool' of level 1, but",
+            "0.png has it in 'fruit'",
         ),
         (
             ("pear", ("fruit", "tool")),
-            "class 'fruit' of level 1 is in 'tool' of level 2, but in 'food' before",
+            "class 'fruit' of level 1 is in 'tool' of level 2, but",
+            "0.png has it in 'food'",
         ),
         (
             ("pear", ("fruit",)),
-            "class 'fruit' of level 1 is in '' of level 2, but in 'food' before",
+            "class 'fruit' of level 1 is in '' of level 2, but",
+            "0.png has it in 'food'",
         ),
     ],
 )
-def test_levels_that_cross_are_refused_by_name(tmp_path, image_folder, other, message):
+def test_levels_that_cross_are_refused_by_name(tmp_path, image_folder, other, crossing, before):
     first, second = sorted((image_folder / "apple").iterdir())[:2]
-    with raises("data.crossing_levels", message, "1.png"):
+    with raises("data.crossing_levels", crossing, "1.png", before):
         pack(
             [ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, *other)],
             tmp_path / "other",

@@ -19,6 +19,8 @@ from small_trainings import losses, recipe
 from steps import learning, step_with
 
 from distap import MicroBatchSizes
+from distap.data.images.augmentation import seeded
+from distap.data.images.decoding import EncodedImage, image_file
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.trainer import Trainer
 from distap.training.prepared import prepare
@@ -168,6 +170,28 @@ def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(
         prepare(recipe(tmp_path, training_shards, steps=2, sampling=sampling), World()), World()
     ).train()
     assert len(losses(tmp_path)) == 2
+
+
+def test_an_own_augmentation_turns_images_by_the_seed(tmp_path, training_shards, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    augmentation = {"name": "own_augmentation:QuarterTurns", "crop": 1, "flip": 0}
+    chosen = recipe(tmp_path, training_shards, steps=1, data__augmentation=augmentation)
+    assert chosen.data.augmentation.crop == 1
+    Trainer(prepare(chosen, World()), World()).train()
+    assert len(losses(tmp_path)) == 1
+
+    pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(3, 32, 32)
+    image = EncodedImage(image_file(pixels))
+    transform = chosen.data.augmentation.transform(32)
+    turned = [seeded(transform, image, seed) for seed in range(16)]
+    turns = [
+        torch.rot90(image.crop((0, 0, 32, 32), (32, 32)), quarters, (1, 2)) for quarters in range(4)
+    ]
+    quarters = [[torch.equal(each, turn) for turn in turns].index(True) for each in turned]
+    assert set(quarters) == {0, 1, 2, 3}
+    assert all(
+        torch.equal(each, seeded(transform, image, seed)) for seed, each in enumerate(turned)
+    )
 
 
 def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch):
