@@ -190,6 +190,7 @@ def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch
     function = (ROOT / "docs/examples/own_loss.py").read_text().partition("if __name__")[0]
     (tmp_path / "my_package/losses.py").write_text(function + loss)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs/examples")
     texts = "\n".join(
         document.read_text() for document in (README, TUTORIAL, *sorted(GUIDES.glob("*.md")))
     )
