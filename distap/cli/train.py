@@ -105,7 +105,8 @@ def report_command(
     """Write a page about a run: curves, times, figures, neighbours, hardest queries.
 
     With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after`
-    (0 to 1), `train_seconds` and `outside_network_share`.
+    (0 to 1), those of each of several data sets in `sets`, `train_seconds` and
+    `outside_network_share`.
     """
     from distap.pages.report import follow_run, report
 
@@ -115,9 +116,12 @@ def report_command(
     if as_json:
         print_json({"report": str(page), "summary": summary})
         return
-    columns = {when: summary[when] for when in ("before", "after") if summary[when]}
-    if columns:
-        print_result(figures_table(columns))
+    first = {when: summary[when] for when in ("before", "after") if summary[when]}
+    for name, columns in summary.get("sets", {"": first}).items():
+        if name:
+            print_result(f"\n{name}")
+        if columns:
+            print_result(figures_table(columns))
     share = summary["outside_network_share"]
     outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
     print_result(f"trained in {summary['train_seconds']:.0f} s{outside}", f"report: {page}")

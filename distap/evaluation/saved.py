@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field
 
+from distap.config.evaluation_sections import MERGED
 from distap.data.joined import JoinedImages
 from distap.errors import DistapError
 from distap.evaluation.query_values import QueryValues
@@ -148,7 +149,8 @@ def read_evaluations(folder: Path) -> dict[str, Evaluation]:
     """Read what `save_evaluations` wrote, by data set, or raise a DistapError."""
     places = [folder, *sorted(folder.glob(f"{SET_FOLDER}*"))]
     evaluations = [read_evaluation(place) for place in places]
-    return {evaluation.set or evaluation.data: evaluation for evaluation in evaluations}
+    by_set = {evaluation.set or evaluation.data: evaluation for evaluation in evaluations}
+    return dict(sorted(by_set.items(), key=lambda item: item[0] == MERGED))
 
 
 def folder_of_step(run: Path, step: int) -> Path:

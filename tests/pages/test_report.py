@@ -289,8 +289,8 @@ def test_a_damaged_image_leaves_its_place_in_the_sheet(tmp_path, evaluated, run)
     labels = re.findall('class="lost" role="img" aria-label="([^"]*)"', text)
     roles, names = zip(*(unescape(label).split(": ", 1) for label in labels), strict=True)
     assert "query" in roles
-    assert set(names) == {f"{query.label}, {query.key}, not readable"}
-    assert text.count(">not readable</div>") == len(labels)
+    assert set(names) == {f"{query.label}, {query.key}, no picture"}
+    assert text.count(">no picture</div>") == len(labels)
     assert "data:image/webp" in text
 
 
