@@ -135,6 +135,7 @@ def check_pods(objects: dict[str, Any]) -> None:
     job = job_of(objects)
     policy = objects["NetworkPolicy"]["spec"]
     labels = job["template"]["metadata"]["labels"]
+    assert {*MONITOR["podTargetLabels"]} == {"owner", "team"} <= labels.keys()
     pod = job["template"]["spec"]
     name = labels["app.kubernetes.io/instance"]
     named = [entry["metadata"] for kind, entry in objects.items() if kind != "ConfigMap"]
@@ -341,6 +342,26 @@ def test_the_commands_of_a_task_are_those_of_distap(task):
             pod["terminationGracePeriodSeconds"] > wait
             and "search.research.svc" in options["allowed_host"]
         )
+
+
+@pytest.mark.parametrize("task", ["evaluate", "extract"])
+def test_a_task_can_wait_in_the_queue_too(tmp_path, task):
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / f"k8s/tasks/{task}/kustomization.yaml"
+    file.write_text(file.read_text() + "components: [../../components/kueue]\n")
+    objects = objects_in(str(file.parent))
+    check_schemas(objects)
+    labels = objects["Job"]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "training"
+    [queue] = [
+        entry
+        for entry in yaml.safe_load_all(built("cluster/kueue"))
+        if "resourceGroups" in str(entry)
+    ]
+    covered = queue["spec"]["resourceGroups"][0]["coveredResources"]
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert container["resources"]["requests"].keys() <= {*covered}
 
 
 def test_the_claims_are_valid_and_those_that_pods_mount():
