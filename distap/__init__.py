@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"
 # one list for this file, type checkers and editors
 _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
 _MODULES = {
@@ -21,7 +21,7 @@ _MODULES = {
 @cache
 def _version() -> str:
     """Return the release with the commit of the checkout that runs, or of what was installed:
-    0.1.0+g1a2b3c4.
+    0.2.0+g1a2b3c4.
     """
     import subprocess  # these take longer than all else here
     from importlib import metadata
