@@ -21,7 +21,7 @@ _MODULES = {
 @cache
 def _version() -> str:
     """Return the release with the commit of the checkout that runs, or of what was installed:
-    0.1.0+g1a2b3c4.
+    0.2.0+g1a2b3c4.
     """
     import subprocess  # these take longer than all else here
     from importlib import metadata

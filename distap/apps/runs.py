@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic_core import to_json
+
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoints
 from distap.checkpoint.finding import opened_checkpoint
 from distap.checkpoint.lease import Lease, why_live
@@ -21,6 +23,9 @@ from distap.storage.texts import parsed_json
 from distap.telemetry.runlog import STARTS_LOG
 
 RECIPE = "recipe.yaml"  # that each run has
+PRUNED = (
+    "pruned.json"  # of a run that was done: the checkpoint that stayed, the steps of the newest
+)
 # Runs lie in the folder, or up to two folders below it. Deeper ones would take a listing of all
 # files of a bucket.
 PATTERNS = (RECIPE, f"*/{RECIPE}", f"*/*/{RECIPE}")
@@ -36,13 +41,13 @@ class ListedRun:
     checkpoints: Checkpoints
     names: tuple[str, ...]  # of the checkpoints, oldest first
     live: str  # why a training may still write to it; "" if it has ended
-    step: int | None  # of the newest checkpoint; None without one
+    step: int | None  # of the newest checkpoint there was; None without one
     steps: int | None  # of the whole training, if it is known
     size: int  # bytes of all its checkpoints
     score: float | None  # best figure of an undamaged checkpoint
     best: str | None  # the checkpoint with it
     newest: str | None
-    ended_early: bool  # whether evaluation.patience ended it
+    has_ended: bool  # whether it was done when it was pruned, or evaluation.patience ended it
     user: str  # who started it last; "" of an older run
     written: float  # when it last wrote a checkpoint or was started, in seconds since 1970
 
@@ -54,7 +59,7 @@ class ListedRun:
         if self.step is None:
             return "empty"
         is_done = self.steps is not None and self.step >= self.steps
-        return "done" if is_done or self.ended_early else "stopped"
+        return "done" if is_done or self.has_ended else "stopped"
 
     def kept(self, keep: Kept) -> str | None:
         """Return the checkpoint that stays: without a best one, which only an evaluated run has,
@@ -102,6 +107,7 @@ def _listed(name: str, storage: Storage) -> ListedRun:
     best: str | None = None
     with suppress(DamagedCheckpointError):
         score, best = checkpoints.best()
+    done = _step_when_pruned(storage, newest)
     start = _last_start(storage)
     steps = start.get("steps", recipe.get("steps"))
     last = RECIPE if newest is None else f"{CHECKPOINTS_FOLDER}/{newest}/manifest.json"
@@ -110,16 +116,26 @@ def _listed(name: str, storage: Storage) -> ListedRun:
         checkpoints=checkpoints,
         names=tuple(names),
         live=why_live(storage),
-        step=step,
+        step=step if done is None else done,
         steps=steps if isinstance(steps, int) else None,
         size=sum(storage.sizes(CHECKPOINTS_FOLDER).values()),
         score=score,
         best=best,
         newest=newest,
-        ended_early=newest is not None and _has_lost_patience(checkpoints, newest),
+        has_ended=done is not None
+        or (newest is not None and _has_lost_patience(checkpoints, newest)),
         user=str(start.get("user", "")),
         written=max(storage.modified(last), float(start.get("time", 0.0))),
     )
+
+
+def _step_when_pruned(storage: Storage, newest: str | None) -> int | None:
+    """Return the step at which a run was done, if only its checkpoint `newest` has stayed since."""
+    try:
+        pruned = parsed_json(storage.read_whole(PRUNED))
+        return int(pruned["step"]) if pruned["kept"] == newest else None
+    except (MissingFileError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _has_lost_patience(checkpoints: Checkpoints, name: str) -> bool:
@@ -190,6 +206,9 @@ def prune(run: ListedRun, keep: Kept) -> None:
         kept = run.kept(keep)
         assert kept is not None
         with opened_checkpoint(run.checkpoints.where(kept)):
+            if run.state == "done":
+                record = {"kept": kept, "step": run.step}
+                run.checkpoints.storage.write(PRUNED, to_json(record))
             run.checkpoints.remove(run.removable(keep))
     finally:
         lease.release()

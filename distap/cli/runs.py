@@ -33,8 +33,9 @@ def runs_command(
 
     A run is `live` while its lease is renewed or its process runs, `done` or `stopped` by its
     newest checkpoint, and `empty` without one. With --prune, a run keeps one checkpoint; if that is
-    the best one and not the newest, a training that starts again goes on from there. Live runs stay
-    as they are. With --json, a list of all this: sizes in bytes, times in seconds since 1970.
+    the best one and not the newest, a training that starts again goes on from there, also one that
+    was done. Live runs stay as they are. With --json, a list of all this: sizes in bytes, times in
+    seconds since 1970.
     """
     from distap.apps.runs import listed_runs, seconds_of, why_kept
     from distap.apps.runs import prune as prune_run

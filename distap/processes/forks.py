@@ -24,7 +24,6 @@ from distap.errors import FAILED
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 END_SECONDS = 5.0  # that the end of a process waits for daemon threads
 _DAEMONS = weakref.WeakSet[threading.Thread]()
-_LISTENING = weakref.WeakSet[socket.socket]()
 T = TypeVar("T")
 
 
@@ -35,19 +34,28 @@ def forking_context() -> Any:
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
-def close_in_forks(listening: socket.socket) -> None:
-    """Keep a socket out of all forks: a loader worker would answer, or hold the port, after its
-    parent.
+def stop_listening() -> None:
+    """Let go of the sockets at which the parent of this fork listens, such as gloo's.
+
+    This process would hold their ports after its parent.
     """
-    _LISTENING.add(listening)
+    with Path(os.devnull).open("rb") as nothing:
+        for entry in Path("/dev/fd").iterdir():
+            descriptor = int(entry.name)
+            # C++ may close the number later, so it has to stay taken.
+            if _listens(descriptor):
+                os.dup2(nothing.fileno(), descriptor)
 
 
-def _close_listening() -> None:
-    for listening in _LISTENING:
-        listening.close()
-
-
-os.register_at_fork(after_in_child=_close_listening)
+def _listens(descriptor: int) -> bool:
+    """Return whether an open file is a socket that waits for connections."""
+    try:
+        opened = socket.socket(fileno=descriptor)
+    except OSError:  # no socket, or closed since it was listed
+        return False
+    listens = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    opened.detach()
+    return bool(listens)
 
 
 def die_with_parent(parent: int | None = None) -> None:

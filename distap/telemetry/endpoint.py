@@ -33,7 +33,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from distap.errors import DistapError, logger
-from distap.processes.forks import close_in_forks
 from distap.processes.watchdog import Watchdog
 
 MOST_CLIENTS = 64
@@ -75,7 +74,6 @@ class Endpoint:
                 f"metrics.port: cannot listen on {address}:{port}: {error.strerror or error};"
                 " choose another, or null for none",
             ) from error
-        close_in_forks(listening.socket)
         with listening as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:

@@ -122,6 +122,13 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
         "dataset",
         "figure",
     ),
+    "chosen_by": (
+        Gauge,
+        "best_checkpoint_info",
+        "Always 1: the data set and the figure that choose the best checkpoint",
+        "dataset",
+        "figure",
+    ),
     "since_best": (
         Gauge,
         "evaluations_since_best",

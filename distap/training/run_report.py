@@ -54,6 +54,8 @@ class RunReport:
         )
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
+        if recipe.data.validation is not None:
+            self.metrics.chosen_by.labels(str(recipe.best.set), recipe.best.figure).set(1)
         self.steps = recipe.steps or 1  # until `plan`, which counts those of epochs
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from commands import distap
@@ -76,6 +77,25 @@ def test_one_checkpoint_stays(runs, keep):
     [pruned] = listed_runs(str(runs))
     assert why_kept(pruned, keep, older=0) == "nothing to remove"
     assert not (runs / "team/first/lease.json").exists()
+
+
+def test_a_run_that_was_done_stays_done_when_its_last_checkpoint_goes(tmp_path, training_shards):
+    validation = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
+    folder = tmp_path / "run"
+    every = {"every": 1, "keep": 4}
+    train(World(), folder, training_shards, steps=2, checkpoint=every, **validation)
+    [run] = listed_runs(str(folder))
+    earlier = replace(run, best=run.names[0])
+    prune(earlier, "best")
+    [pruned] = listed_runs(str(folder))
+    assert pruned.names == (run.names[0],)
+    assert (pruned.state, pruned.step) == ("done", 2)
+    train(World(), folder, training_shards, steps=3, checkpoint=every, **validation)
+    [later] = listed_runs(str(folder))
+    assert (later.state, later.step) == ("done", 3)
+    shutil.rmtree(folder / "checkpoints" / later.newest)
+    [cut] = listed_runs(str(folder))
+    assert (cut.state, cut.step) == ("stopped", 2)
 
 
 def test_a_checkpoint_that_was_written_after_the_listing_stays(runs):

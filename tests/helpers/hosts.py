@@ -3,11 +3,14 @@
 import os
 import shutil
 import subprocess
+import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
+from sockets import Listening
 
 
 def ip(*arguments: str) -> None:
@@ -58,6 +61,15 @@ class Hosts:
         """What runs a command on host a (0) or b (1), whose names nobody can resolve."""
         host = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c"]
         return [*host, f'hostname host-{"ab"[number]} && exec "$@"', "sh", *command]
+
+    def answering(self, number: int, sockets: Iterable[Listening]) -> set[Listening]:
+        """Those that take a connection of a stranger on host a (0) or b (1)."""
+        return set(filter(partial(self._takes, number), sockets))
+
+    def _takes(self, number: int, where: Listening) -> bool:
+        code = f"import socket; socket.create_connection({tuple(where)!r}, 5)"
+        command = self.on(number, [sys.executable, "-S", "-c", code])
+        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @contextmanager

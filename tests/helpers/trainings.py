@@ -60,6 +60,11 @@ class Run:
         record = self.records / f"{rank}.jsonl"
         return record.exists() and f'"step": {step},' in record.read_text()
 
+    def last_step(self, rank: int = 0) -> int:
+        """The newest step that a rank has done."""
+        record = self.records / f"{rank}.jsonl"
+        return int(json.loads(record.read_text().splitlines()[-1])["step"])
+
     def batches(self) -> list[tuple[int, ...]]:
         """The images of each step, which must have been the same whenever the step was done."""
         recorded = recorded_batches(self.records)

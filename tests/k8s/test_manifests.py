@@ -11,6 +11,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import typer
@@ -134,6 +135,7 @@ def check_pods(objects: dict[str, Any]) -> None:
     job = job_of(objects)
     policy = objects["NetworkPolicy"]["spec"]
     labels = job["template"]["metadata"]["labels"]
+    assert {*MONITOR["podTargetLabels"]} == {"owner", "team"} <= labels.keys()
     pod = job["template"]["spec"]
     name = labels["app.kubernetes.io/instance"]
     named = [entry["metadata"] for kind, entry in objects.items() if kind != "ConfigMap"]
@@ -342,6 +344,26 @@ def test_the_commands_of_a_task_are_those_of_distap(task):
         )
 
 
+@pytest.mark.parametrize("task", ["evaluate", "extract"])
+def test_a_task_can_wait_in_the_queue_too(tmp_path, task):
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / f"k8s/tasks/{task}/kustomization.yaml"
+    file.write_text(file.read_text() + "components: [../../components/kueue]\n")
+    objects = objects_in(str(file.parent))
+    check_schemas(objects)
+    labels = objects["Job"]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "training"
+    [queue] = [
+        entry
+        for entry in yaml.safe_load_all(built("cluster/kueue"))
+        if "resourceGroups" in str(entry)
+    ]
+    covered = queue["spec"]["resourceGroups"][0]["coveredResources"]
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert container["resources"]["requests"].keys() <= {*covered}
+
+
 def test_the_claims_are_valid_and_those_that_pods_mount():
     claims = list(yaml.safe_load_all(built("storage")))
     for claim in claims:
@@ -393,6 +415,33 @@ def test_the_queue_covers_all_that_a_training_requests():
     assert requests.keys() <= {*group["coveredResources"]}
     # A queue without a topology admits no training that asks for one.
     assert not any("topology" in name for name in template["metadata"]["annotations"])
+
+
+@pytest.mark.parametrize("folder", ["cluster/kueue", "cluster/kueue-topology"])
+def test_kueue_knows_every_field_of_its_queues(folder):
+    schemas = yaml.safe_load((Path(__file__).parent / "kueue_schemas.yaml").read_text())
+    objects = [*yaml.safe_load_all(built(folder))]
+    for entry in objects:
+        jsonschema.validate(entry, schemas[entry["kind"]])
+        assert ("namespace" in entry["metadata"]) == (entry["kind"] == "LocalQueue")
+    topologies = {entry["metadata"]["name"] for entry in objects if entry["kind"] == "Topology"}
+    [flavor] = [entry for entry in objects if entry["kind"] == "ResourceFlavor"]
+    assert {flavor["spec"].get("topologyName")} - {None} == topologies
+    flavor["spec"]["nodeLabel"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="nodeLabel"):
+        jsonschema.validate(flavor, schemas["ResourceFlavor"])
+
+
+def test_the_topology_has_the_level_that_the_component_asks_for():
+    [topology] = [
+        entry
+        for entry in yaml.safe_load_all(built("cluster/kueue-topology"))
+        if entry["kind"] == "Topology"
+    ]
+    component = yaml.safe_load((K8S / "components/kueue-topology/kustomization.yaml").read_text())
+    job = yaml.safe_load(component["patches"][0]["patch"])
+    [asked] = job["spec"]["template"]["metadata"]["annotations"].values()
+    assert asked in [level["nodeLabel"] for level in topology["spec"]["levels"]]
 
 
 def test_components_for_other_clusters_fit_an_overlay(tmp_path):

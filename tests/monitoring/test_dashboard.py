@@ -2,17 +2,24 @@
 distap exports.
 """
 
+import copy
 import json
 import re
 from typing import Any
 
 import pytest
-from monitors import boards, dashboard, names_in, panel_expressions, promtool, rules
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from monitors import boards, dashboard, leaves, names_in, panel_expressions, promtool, rules
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from distap.apps.serve.guard import ServingMetrics
 from distap.data.images.damage import REASONS
 from distap.telemetry.metrics import TrainingMetrics
+
+# Of Prometheus's annotations, which the schema of dashboards leaves to the data source.
+OF_ANNOTATIONS = {"step", "titleFormat", "textFormat"}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +48,21 @@ def exported(families) -> dict[str, set[str]]:
         item.name: {item.name + suffix for suffix in suffixes.get(item.type, [""])}
         for item in families
     }
+
+
+def unknown_to_grafana(board: dict[str, Any]) -> set[str]:
+    """Paths of what Grafana's models do not hold, such as a key that is misspelt."""
+    register_default_plugins()
+    held = json.loads(JSONEncoder().encode(Dashboard.from_json(copy.deepcopy(board))))
+    missing = {path for path, value in leaves(board) - leaves(held) if value != "{}"}
+    return {path for path in missing if path.rpartition(".")[2] not in OF_ANNOTATIONS}
+
+
+@pytest.mark.parametrize("board", boards(), ids=["training", "all trainings"])
+def test_grafana_knows_every_key_of_a_dashboard(board):
+    assert unknown_to_grafana(board) == set()
+    board["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"
+    assert unknown_to_grafana(board) == {".panels.0.fieldConfig.defaults.units"}
 
 
 def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels):

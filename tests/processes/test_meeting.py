@@ -1,18 +1,16 @@
 """Where the ranks' store listens, and what a stranger who reaches it can do."""
 
-import json
 import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from launching import launcher, started
 from ranks import on_ranks
 from servers import free_ports
+from strangers import store_of, written_by_a_stranger
 from torch.distributed import PrefixStore, TCPStore
 
 from distap.errors import RESTART, CollectiveError
@@ -20,62 +18,12 @@ from distap.processes.meeting import RankProcess, join, listening_socket, warn_o
 from distap.processes.shared_values import SharedValues, as_utf8
 
 TWO = "--nproc-per-node=2"
-LOOPBACK_IN_HEX = "0100007F"  # as /proc/net/tcp writes 127.0.0.1
-LISTENS = "0A"
-
-
-def stranger(address):
-    """A client of the store who has no secret."""
-    host, _, port = address.partition(":")
-    return TCPStore(host, int(port), timeout=timedelta(seconds=10), wait_for_workers=False)
-
-
-def listening_addresses(port):
-    """The addresses at which this machine listens on a port, in the kernel's hexadecimal."""
-    rows = [
-        line.split()
-        for file in ("tcp", "tcp6")
-        for line in Path("/proc/net", file).read_text().splitlines()[1:]
-    ]
-    return [
-        local.split(":")[0]
-        for _, local, _, state, *_ in rows
-        if (state, local[-4:]) == (LISTENS, f"{port:04X}")
-    ]
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
-def test_the_store_of_one_host_listens_at_its_loopback_address_alone(tmp_path):
-    with started(launcher(TWO, "go_on", tmp_path), tmp_path) as job:
-        job.wait_for_step(0, 1)
-        port = int((tmp_path / "store").read_text().rpartition(":")[2])
-        assert listening_addresses(port) == [LOOPBACK_IN_HEX]
-
-
-def written_by_a_stranger():
-    """What a stranger may write, by key."""
-    beat = {
-        "time": 0,
-        "begun": 0,
-        "doing": "nothing",
-        "seconds": 0,
-        "left": "finished",
-        "status": 2,
-    }
-    return {
-        "verdict": ['["all is well", 0]', '["x"', '["x", 2]', "7", b"\xff\xfe", '["x", 75]'],
-        "beat/0": [json.dumps(beat), "{", b"\xff"],
-        "beat/1": [json.dumps(beat), "{", b"\xff"],
-        "claim": [b"\xff"],
-        "members": ["[]", json.dumps([asdict(RankProcess(0))])],
-        "here/0": ["x"],
-    }
 
 
 def test_a_training_goes_on_whatever_a_stranger_writes_into_its_store(tmp_path):
     with started(launcher(TWO, "stop_when_asked", tmp_path), tmp_path) as job:
         job.wait_for_step(0, 1)
-        store = PrefixStore("distap/1", stranger((tmp_path / "store").read_text()))
+        store = store_of((tmp_path / "store").read_text())
         step = 1
         for key, values in written_by_a_stranger().items():
             for value in values:

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from prometheus_client import Gauge
 from servers import free_ports
 
 import distap.telemetry.endpoint
+from distap.data.shards.parallel import in_processes
 from distap.errors import DistapError
-from distap.processes.forks import forking_context
 from distap.telemetry.endpoint import Endpoint
 
 
@@ -80,19 +81,17 @@ def test_the_last_figures_wait_for_the_next_scrape_if_there_are_any(endpoint):
     rank.wait_for_scrape(time.monotonic() - 60)  # they were read since then
 
 
-def test_a_fork_does_not_hold_the_port():
+def test_a_loader_worker_does_not_hold_the_port():
     port = free_ports(1)
-    context = forking_context()
-    ended = context.Event()
     with Endpoint().served(port, "127.0.0.1"):
-        fork = context.Process(target=ended.wait)
-        fork.start()
+        answers = in_processes(str, range(9), workers=1)
+        assert next(answers) == "0"
+        [worker] = active_children()
         assert ask(f"http://127.0.0.1:{port}/healthz")[0] == 200
     with Endpoint().served(port, "127.0.0.1"):
-        assert fork.is_alive()
+        assert worker.is_alive()
         assert ask(f"http://127.0.0.1:{port}/healthz")[0] == 200
-    ended.set()
-    fork.join()
+    answers.close()
 
 
 def test_a_rank_that_leaves_after_a_fault_says_which(endpoint):

@@ -20,7 +20,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar, cast
 
 from distap.errors import FAILED, DistapError, memory_ran_out
-from distap.processes.forks import die_with_parent, forking_context
+from distap.processes.forks import die_with_parent, forking_context, stop_listening
 from distap.processes.stopping import go_deaf
 
 Job = TypeVar("Job")
@@ -249,6 +249,7 @@ def begin_worker(parent: int) -> None:
     faulthandler.register(STACKS_SIGNAL, file=STANDARD_ERROR, all_threads=True)
     go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
     die_with_parent(parent)
+    stop_listening()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

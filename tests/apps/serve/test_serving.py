@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from commands import distap
 from galleries import upload
+from launching import started
 from serving import BAD, MULTIPART, body, resident, serving
+from sockets import Listening, sockets_of
 
 from distap.retrieval.searching import Hit
 
@@ -249,3 +251,24 @@ def test_without_its_extra_serving_says_what_to_install(gallery, monkeypatch, ca
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run) == 2
     assert "pip install 'distap[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_server_alone_listens_at_its_address_alone(served):
+    url, job = served
+    held = sockets_of(job.left())
+    assert len(held) > 2  # its decoders, too
+    listening = {pid: sockets for pid, sockets in held.items() if sockets}
+    assert listening == {job.process.pid: {Listening("127.0.0.1", httpx.URL(url).port)}}
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_strangers_do_not_reach_a_server(gallery, hosts, tmp_path):
+    command = ["-m", "distap.cli", "serve", gallery.index, "--checkpoint", gallery.run]
+    with started(hosts.on(0, [sys.executable, *map(str, command)]), tmp_path) as job:
+        job.wait_until(lambda: " on http://" in job.said)
+        [sockets] = [held for held in sockets_of(job.left()).values() if held]
+        assert sockets == {Listening("127.0.0.1", 8000)}
+        assert hosts.answering(0, sockets) == sockets
+        assert hosts.answering(1, {Listening(hosts.addresses[0], 8000)}) == set()
