@@ -55,7 +55,7 @@ FIRST = """
 container multi_node recipes partial_training engines watchdog multistage faults examples tune
 slurm losses commands trainer cut_network wheel compiled_loops length_and_rates ranks nccl_rules
 trained_losses export study engine_trainings stored_run from_run_to_run decoders site peak_memory
-extraction backbones reads service serving
+extraction backbones reads scraped_training listening service serving
 """
 
 

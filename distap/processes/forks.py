@@ -40,7 +40,7 @@ def stop_listening() -> None:
     This process would hold their ports after its parent.
     """
     with Path(os.devnull).open("rb") as nothing:
-        for entry in Path("/dev/fd").iterdir():
+        for entry in Path("/dev/fd").glob("*"):  # none where it is missing
             descriptor = int(entry.name)
             # C++ may close the number later, so it has to stay taken.
             if _listens(descriptor):

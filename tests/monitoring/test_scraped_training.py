@@ -91,10 +91,10 @@ def gpus():
     served.server_close()
 
 
-def scraping(job, address, labels, **more):
+def scraping(job, address, labels, **options):
     """A part of Prometheus's settings."""
     static = [{"targets": [address], "labels": labels}]
-    return {"job_name": job, "static_configs": static, **more}
+    return {"job_name": job, "static_configs": static, **options}
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +223,9 @@ def test_a_gpu_is_shown_for_the_training_whose_pod_holds_it(scraped):
 
 def test_the_set_that_chooses_the_best_checkpoint_is_marked(scraped):
     panels = panel_expressions(boards()[0])
-    others, chosen = panels["mAP"]
+    unmarked, chosen = panels["mAP"]
     assert [series["metric"] for series in query(scraped, chosen)] == [{"dataset": "b"}]
-    assert "b" not in {series["metric"]["dataset"] for series in query(scraped, others)}
+    assert "b" not in {series["metric"]["dataset"] for series in query(scraped, unmarked)}
     _, chosen = panels["Figures of retrieval"]
     [series] = query(scraped, chosen)
     assert series["metric"] == {"dataset": "b", "figure": "mAP"}
