@@ -263,7 +263,7 @@ def change_evaluations(run, steps=(0, 24), **changes):
 
 
 def test_the_memory_of_a_device_is_in_log_line_and_page(
-    tmp_path, training_shards, monkeypatch, caplog
+    tmp_path, training_shards, monkeypatch, capsys
 ):
     """torch manages no memory of a CPU; here it says something of it, as of a GPU."""
     stats = {
@@ -275,12 +275,11 @@ def test_the_memory_of_a_device_is_in_log_line_and_page(
     Trainer(prepare(settings, World()), World()).train()
     monkeypatch.setattr(torch.cpu, "memory_stats", lambda device: stats, raising=False)
     settings = recipe(tmp_path / "gpu", training_shards, steps=2)
-    with caplog.at_level("INFO"):
-        Trainer(prepare(settings, World()), World()).train()
+    Trainer(prepare(settings, World()), World()).train()
     _, *entries = [entry for entry in read_run(tmp_path / "gpu").entries if "loss" in entry]
     expected = {"allocated": 3 * 10**9, "peak": 5 * 10**9, "reserved": 7 * 10**9}
     assert [entry["device_memory"] for entry in entries] == [expected]
-    assert re.search(r"images/s\s+5 GB", caplog.text)
+    assert re.search(r"images/s\s+5 GB", capsys.readouterr().err)
     assert "Greatest GPU memory of rank 0" in training_charts(read_run(tmp_path / "gpu"))
     assert "Greatest GPU memory of rank 0" not in training_charts(read_run(tmp_path / "cpu"))
 
