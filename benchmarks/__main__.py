@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scale": "benchmarks.scale:ScaleBenchmark",
     "towers": "benchmarks.towers.command:TowersBenchmark",
     "gpu": "benchmarks.gpu:GPUBenchmark",
+    "smoke": "benchmarks.smoke:SmokeBenchmark",
     "serve": "benchmarks.serve:serve_command",
     "index": "benchmarks.index:index_command",
     "trace": "benchmarks.trace:TraceBenchmark",

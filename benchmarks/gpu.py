@@ -2,7 +2,8 @@
 must do.
 
 Each part runs in a process of its own, with its own time limit, and what was found is written after
-each.
+each. All parts take one card: nothing has been measured on two. The columns of fp16 are newer than
+the last run on a card.
 """
 
 import copy
@@ -10,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -154,29 +154,8 @@ class GPUBenchmark(harness.Benchmark):
 
     def _in_a_process(self, name: str) -> Any:
         """Measure a part in a process of its own; a DistapError if it fails or takes too long."""
-        command = harness.worker_command(self.model_copy(update={"part": [name]}))
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
-        with tempfile.TemporaryFile("w+") as log:
-            pipes = harness.worker_pipes()
-            process = subprocess.Popen(
-                command, env=environment, stderr=log, start_new_session=True, **pipes
-            )
-            try:
-                output, _ = process.communicate(timeout=PARTS[name].seconds)
-            except subprocess.TimeoutExpired:
-                raise DistapError(
-                    "run.too_slow", f"{name} took more than {PARTS[name].seconds} s"
-                ) from None
-            finally:  # else a part that is broken off would go on to hold the GPU's memory
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-            log.seek(0)
-            if process.returncode:
-                raise DistapError(
-                    "run.failed", f"{name}: " + " | ".join(log.read().strip().splitlines()[-3:])
-                )
-        return harness.worker_result(self, output, 0)
+        of_part = self.model_copy(update={"part": [name]})
+        return harness.measure_in_time(of_part, name, PARTS[name].seconds, self.device)
 
     def on_rank(self, world: World) -> harness.Row:
         figures, tables, notes = PARTS[self.part[0]].measure(self, world)
@@ -189,23 +168,27 @@ class GPUBenchmark(harness.Benchmark):
         """A step's gradient beside that in float64 on the CPU, by loss and precision, then by
         engine.
         """
-        exact = self._task(World(), torch.float64)
-        task = self._task(world, torch.float32)
+        exact = exactness_task(World(), torch.float64, self._sized(64, 32))
+        task = exactness_task(world, torch.float32, self._sized(64, 32))
         rows = []
-        wanted = {name: _gradient(exact, name) for name in LOSSES}
+        wanted = {name: gradient_of_step(exact, name) for name in LOSSES}
         for name in LOSSES:
             row: harness.Row = {"what": name}
             for title, (precision, tf32) in PRECISIONS.items():
-                with _tf32(tf32):
-                    row[title] = relative_difference(_gradient(task, name, precision), wanted[name])
+                with tf32_allowed(tf32):
+                    row[title] = relative_difference(
+                        gradient_of_step(task, name, precision), wanted[name]
+                    )
             rows.append(row)
         for name, engine in ENGINES.items():
             if name.startswith("zero") and not importlib.util.find_spec("deepspeed"):
                 continue
             row = {"what": f"ap_q, {name}"}
-            for title in ("float32", "bf16"):
-                with _tf32(False):
-                    gradient = _gradient(task, "ap_q", PRECISIONS[title][0], engine)
+            for title in ("float32", "bf16", "fp16"):
+                if title == "fp16" and name.startswith("zero"):  # refused: it has another scale
+                    continue
+                with tf32_allowed(False):
+                    gradient = gradient_of_step(task, "ap_q", PRECISIONS[title][0], engine)
                 row[title] = relative_difference(gradient, wanted["ap_q"])
             rows.append(row)
         columns = "|".join(["what={what}", *(f"{title}={{{title}:.0e}}" for title in PRECISIONS)])
@@ -216,11 +199,6 @@ class GPUBenchmark(harness.Benchmark):
         return harness.Report(
             rows, [harness.table_of("gradient of a step", caption, rows, columns)]
         )
-
-    def _task(self, world: World, dtype: torch.dtype) -> Task:
-        network = seeded_network("resnet10t", "random").to(world.device, dtype)
-        batch = SeededBatch(self._sized(64, 32), 64, IMAGES_A_CLASS, world)
-        return Task(network, batch, 16, QuantizedAP(), world)
 
     def _tests(self, world: World) -> harness.Report:
         """All tests marked gpu."""
@@ -330,57 +308,12 @@ class GPUBenchmark(harness.Benchmark):
         )
         row = settings.on_rank(world)
         of_step = settings.report_of(row)
-        rows, note = self._fed(settings, world)
+        rows, note = fed(settings, world, self.rounds)
         columns = "step={step}|s={seconds:.3f}|images/s={rate:,.0f}|x passes={x_passes:.3f}"
         title = f"{backbone}, {image_size} px, B = {batch:,}: fed with photographs"
         caption = "x passes: times the eager passes 2f + 1b, the medians."
         tables = [*of_step.tables, harness.table_of(title, caption, rows, columns)]
         return harness.Report({"step": row, "more": rows}, tables, [*of_step.notes, note])
-
-    def _fed(self, settings: StepBenchmark, world: World) -> tuple[list[harness.Row], str]:
-        """The step with images that a loader reads, and how many cores must read."""
-        precision: PrecisionName = "bf16" if settings.bf16 else "float32"
-        network = seeded_network(settings.backbone, "random", settings.image_size).to(world.device)
-        batch = SeededBatch(settings.batch, settings.image_size, IMAGES_A_CLASS, world)
-        task = Task(network, batch, settings.micro_batch, QuantizedAP(), world, precision)
-        eager = DistapStep(task)
-        candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
-        for candidate in candidates.values():
-            candidate()
-        seconds = {
-            name: turn.median
-            for name, turn in harness.take_turns(candidates, self.rounds, world).items()
-        }
-        workers = max(len(os.sched_getaffinity(0)) - 1, 1)
-        with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
-            shards = _photographs(Path(folder), settings)
-            shares = _read_by(workers, shards, settings, world)
-            for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
-                use(next(shares))  # what was read before counts for nothing
-                started = time.perf_counter()
-                for share in itertools.islice(shares, self.rounds):
-                    use(share)
-                harness.synchronise(world.device)
-                seconds[name] = (time.perf_counter() - started) / self.rounds
-            shares.close()
-        cores = workers * seconds["reading alone"] / seconds["eager"]
-        floor = seconds[TWO_PASSES]
-        rows = [
-            {
-                "step": name,
-                "seconds": spent,
-                "rate": settings.batch / spent,
-                "x_passes": spent / floor,
-            }
-            for name, spent in seconds.items()
-        ]
-        return (
-            rows,
-            (
-                f"{workers} workers read; the eager step would need {cores:.1f} cores that read and"
-                " nothing else"
-            ),
-        )
 
     def _evaluation(self, world: World) -> harness.Report:
         """Evaluation and exact search on the device, beside the CPU."""
@@ -471,7 +404,59 @@ class GPUBenchmark(harness.Benchmark):
         )
 
 
-def _gradient(
+def fed(settings: StepBenchmark, world: World, rounds: int) -> tuple[list[harness.Row], str]:
+    """The step with images that a loader reads, and how many cores must read."""
+    precision: PrecisionName = "bf16" if settings.bf16 else "float32"
+    network = seeded_network(settings.backbone, "random", settings.image_size).to(world.device)
+    batch = SeededBatch(settings.batch, settings.image_size, IMAGES_A_CLASS, world)
+    task = Task(network, batch, settings.micro_batch, QuantizedAP(), world, precision)
+    eager = DistapStep(task)
+    candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
+    for candidate in candidates.values():
+        candidate()
+    seconds = {
+        name: turn.median for name, turn in harness.take_turns(candidates, rounds, world).items()
+    }
+    workers = max(len(os.sched_getaffinity(0)) - 1, 1)
+    with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
+        shards = _photographs(Path(folder), settings)
+        shares = _read_by(workers, shards, settings, world)
+        for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
+            use(next(shares))  # what was read before counts for nothing
+            started = time.perf_counter()
+            for share in itertools.islice(shares, rounds):
+                use(share)
+            harness.synchronise(world.device)
+            seconds[name] = (time.perf_counter() - started) / rounds
+        shares.close()
+    cores = workers * seconds["reading alone"] / seconds["eager"]
+    floor = seconds[TWO_PASSES]
+    rows = [
+        {
+            "step": name,
+            "seconds": spent,
+            "rate": settings.batch / spent,
+            "x_passes": spent / floor,
+        }
+        for name, spent in seconds.items()
+    ]
+    return (
+        rows,
+        (
+            f"{workers} workers read; the eager step would need {cores:.1f} cores that read and"
+            " nothing else"
+        ),
+    )
+
+
+def exactness_task(world: World, dtype: torch.dtype, images: int) -> Task:
+    """A small network and a batch, by which gradients on devices are compared."""
+    network = seeded_network("resnet10t", "random").to(world.device, dtype)
+    batch = SeededBatch(images, 64, IMAGES_A_CLASS, world)
+    return Task(network, batch, 16, QuantizedAP(), world)
+
+
+def gradient_of_step(
     task: Task, loss: str, precision: PrecisionName = "float32", engine: Any = ENGINES["ddp"]
 ) -> Tensor:
     """The gradient of all parameters by which a step of plain gradient descent moved them, float64
@@ -492,7 +477,10 @@ def _gradient(
         assert chosen.learned is not None
         chosen.learned.to(network.mean.device)
     stages = ThreeStages(learner.replica, chosen, task.world, 0, sizes, max_drift=float("inf"))
-    result = TrainingStep(stages, learner)(task.batch, RATE)
+    step = TrainingStep(stages, learner)
+    result = step(task.batch, RATE)
+    while result.skipped == "overflow":  # until the loss scale of float16 fits
+        result = step(task.batch, RATE)
     if result.skipped:
         raise DistapError(
             "loss.not_finite",
@@ -509,7 +497,7 @@ def _parameters(network: torch.nn.Module) -> Tensor:
 
 
 @contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
+def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Whether convolutions and products of float32 may use TF32 inside."""
     before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.backends.cudnn.allow_tf32 = allowed
@@ -573,6 +561,7 @@ PRECISIONS: dict[str, tuple[PrecisionName, bool]] = {
     "float32": ("float32", False),
     "TF32": ("float32", True),
     "bf16": ("bf16", False),
+    "fp16": ("fp16", False),
 }
 PARTS = {
     "exactness": Part(120, GPUBenchmark._exactness),

@@ -3,9 +3,11 @@
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,34 +128,53 @@ def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
         with joined_world() as world:
             figures = benchmark.on_rank(world)
             return figures if world.rank == 0 else None
-    command = worker_command(benchmark)
-    if ranks > 1:
-        command[1:2] = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "-m",
-        ]
+    command = worker_command(benchmark, ranks)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
     done = subprocess.run(command, env=environment, check=False, **worker_pipes())
     return worker_result(benchmark, done.stdout, done.returncode)
 
 
-def worker_command(benchmark: Benchmark) -> list[str]:
-    """Return the command of a process that measures as one rank.
+def worker_command(benchmark: Benchmark, ranks: int = 1) -> list[str]:
+    """Return the command that measures as one rank, or as several by torchrun.
 
     To be started with `worker_pipes`.
     """
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     return [
         sys.executable,
         "-m",
+        *(launcher if ranks > 1 else []),
         "benchmarks",
         "worker",
         benchmark.name,
         benchmark.model_dump_json(),
     ]
+
+
+def measure_in_time(
+    benchmark: Benchmark, name: str, seconds: float, device: str, ranks: int = 1
+) -> Any:
+    """Return the figures of rank 0 of new processes; a DistapError if they fail or take longer."""
+    command = worker_command(benchmark, ranks)
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment, stderr=log, start_new_session=True, **worker_pipes()
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise DistapError("run.too_slow", f"{name} took more than {seconds} s") from None
+        finally:  # else a part that is broken off would go on to hold the GPU's memory
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        log.seek(0)
+        if process.returncode:
+            raise DistapError(
+                "run.failed", f"{name}: " + " | ".join(log.read().strip().splitlines()[-3:])
+            )
+    return worker_result(benchmark, output, 0)
 
 
 def worker_pipes() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,7 +81,7 @@ class Multistage(RankingModule):
         loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar,
             such as a loss of pytorch-metric-learning; see also `distap.loss`.
         micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep
-            graphs.
+            graphs, or describe more images at once than it replays.
         normalise: scale descriptors to length 1. Without it, a listwise loss refuses other lengths.
         freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever mode the network is
             in.
@@ -235,11 +234,11 @@ class Multistage(RankingModule):
                 # DistributedDataParallel, FSDP and Horovod average over the W ranks, so each gives
                 # them W times its gradient.
                 factor = 1.0 if self._sums_gradients(batch.world) else float(batch.world.size)
-                scaled = replace(ranking, gradient=ranking.gradient * (upstream * factor))
+                gradient = ranking.gradient * (upstream * factor)
                 # Autograd runs a Function's backward without building a graph, but replay needs
                 # one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
-                    self.replay_drift, _, _ = stages.replay(batch, described, scaled)
+                    self.replay_drift, _, _ = stages.replay(batch, described, gradient)
             by_parameters = [gradient * upstream for gradient in ranking.by_parameters]
             return *replica.gradients, *by_parameters
 

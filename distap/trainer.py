@@ -294,6 +294,8 @@ class Trainer:
         if problem is None:
             self.not_finite = 0
             return
+        if problem == "overflow":  # a smaller loss scale may mend it
+            return
         self.not_finite += 1
         logger.warning(
             "step %d: the %s is not finite; the parameters stay as they are", self.done, problem

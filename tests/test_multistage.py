@@ -170,7 +170,9 @@ def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, case):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("size", [1, 4, 100, MicroBatchSizes(3, keep=2)], ids=str)
+@pytest.mark.parametrize(
+    "size", [1, 4, 100, MicroBatchSizes(3, keep=2), MicroBatchSizes(3, describe=8)], ids=str
+)
 def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
     network = small_network()
     value, multistage = one_process(network, loss_of(name), size)

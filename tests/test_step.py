@@ -23,8 +23,8 @@ SEED = 3
 STEP = 7
 IMAGES = 21
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
-# What is tried on every number of ranks: network, images of a micro-batch, and how many of a rank
-# keep their graph.
+# What is tried on every number of ranks: network, images of a micro-batch, how many of a rank keep
+# their graph, and images of a micro-batch of describe.
 CASES = {
     "stochastic": (STOCHASTIC, 4),
     "one image": ({}, 1),
@@ -32,15 +32,18 @@ CASES = {
     "two graphs kept": (STOCHASTIC, 4, 2),
     "all graphs kept": ({}, 2, 99),
     "one graph kept": ({}, 7, 1),
+    "larger in describe": ({}, 2, 0, 5),
+    "larger in describe, graphs kept": ({}, 2, 2, 5),
+    "all described at once": ({}, 2, 1, 100),
+    "smaller in describe": ({}, 4, 0, 3),
 }
 
 
-def step_on(world, network, size, keep=0, **options):
+def step_on(world, network, size, keep=0, describe=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
-    return step_with(
-        learner, QuantizedAP(), world, SEED, MicroBatchSizes(size, keep), probed=True, **options
-    )
+    sizes = MicroBatchSizes(size, keep, describe)
+    return step_with(learner, QuantizedAP(), world, SEED, sizes, probed=True, **options)
 
 
 def moved_by(step, batch):
@@ -255,6 +258,55 @@ def test_micro_batches_are_halved_where_memory_runs_out(limits, size, caplog):
     assert_near(moved, expected)
     assert step.stages.sizes == MicroBatchSizes(size)
     assert "out of memory in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ({"with_graph": 99, "without": 5}, (3, 4)),
+        ({"with_graph": 99, "without": 2}, (2, 2)),
+        ({"with_graph": 2, "without": 99}, (1, 16)),
+    ],
+)
+def test_each_stage_halves_its_own_size(limits, sizes):
+    step = step_on(World(), Greedy(small_network(), **limits), 3, describe=16)
+    moved, _ = moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))
+    assert_near(moved, full_batch_gradients(1, {}, 8)[0])
+    actual = step.stages.sizes
+    assert (actual.images, actual.describe) == sizes
+
+
+class Counting(torch.nn.Module):
+    """Notes how many images it describes at once, and whether with a graph."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.passes = []
+
+    def forward(self, images):
+        self.passes.append((len(images), torch.is_grad_enabled()))
+        return self.network(images)
+
+
+def test_describe_takes_its_own_size_but_where_it_keeps_graphs():
+    network = Counting(small_network())
+    step = step_on(World(), network, 3, keep=1, describe=8)
+    step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+    described = [(8, False), (8, False), (2, False), (3, True)]
+    assert network.passes == described + [(3, True)] * 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "layer"),
+    [({"dropout": 0.1}, "dropout"), ({"drop_path": 0.1}, "drop_path"), ({"frozen": False}, "norm")],
+)
+def test_another_size_of_describe_is_refused_where_a_descriptor_depends_on_the_cut(settings, layer):
+    network = small_network(**settings)
+    with raises("network.cut_matters", "describe.size", 8, "replay.size", 4, layer):
+        step_on(World(), network, 4, describe=8)
+    step_on(World(), network, 4, describe=4)
+    step_on(World(), network.eval(), 4, describe=8)
 
 
 def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):

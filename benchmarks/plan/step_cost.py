@@ -115,7 +115,7 @@ class StepCost:
 
     @property
     def describe_size(self) -> int:  # images of a micro-batch without a graph
-        return self.replay_size
+        return int(min(self.share, self.recipe.describe.size or self.recipe.replay.size))
 
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
@@ -285,13 +285,14 @@ class StepCost:
         network = self.network
         among = held.shares if held.shares > 1 else self.ranks
         passes = ceil(self.share / self.replay_size)
+        describes = ceil(self.share / self.describe_size)
         # Weights are gathered for stage one, or after an update, and again for replay if they do
         # not stay: by ZeRO 3 for each micro-batch, by FSDP's passes for each forward and backward
         # pass.
         gathers = 1
         reductions = 1
         if held.frees_blocks:
-            gathers = 3 * passes
+            gathers = describes + 2 * passes
             reductions = passes
         elif self.gathers_per_pass:
             gathers += max(passes - self.kept, 0)

@@ -222,7 +222,8 @@ class Recipe(NetworkRecipe):
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     """Engine by which ranks share the network: a copy on each rank, or shards."""
     precision: PrecisionName = "float32"
-    """Precision of the network's computations; parameters stay float32."""
+    """Precision of the network's computations; parameters stay float32. fp16 keeps a loss scale,
+    and is for GPUs without bf16."""
     timeout_seconds: PositiveFloat = 600
     """Time limit of each communication between ranks, seconds."""
     data: DataSection
@@ -232,6 +233,7 @@ class Recipe(NetworkRecipe):
     """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: sections.MemorySection = sections.MemorySection()
     rank: sections.RankSection = sections.RankSection()
+    describe: sections.DescribeSection = sections.DescribeSection()
     replay: sections.ReplaySection = sections.ReplaySection()
     step: sections.StepSection = sections.StepSection()
     optimizer: sections.OptimizerSection = Field(default_factory=dict, validate_default=True)
@@ -380,6 +382,11 @@ class Recipe(NetworkRecipe):
 
     def _refuse_for_deepspeed(self) -> None:
         """Raise a ValueError for settings that DeepSpeed cannot do."""
+        # It has another loss scale, and hooks in the network.
+        names = {"precision": self.precision, "model.compile": self.model.compile}
+        for key, name in names.items():
+            if name in ("fp16", "blocks"):
+                raise ValueError(f"{key} is {name}, for which engine has to be ddp or fsdp")
         for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
             if value and value_of(self.engine, "stage") == 3:
                 raise ValueError(

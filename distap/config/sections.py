@@ -28,7 +28,7 @@ from distap.errors import DistapError
 from distap.registry import REGISTRY, SOURCES, Chosen, name_of
 from distap.storage.locations import Source, parse_source, parse_store
 
-PrecisionName = Literal["float32", "bf16"]
+PrecisionName = Literal["float32", "bf16", "fp16"]
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 
@@ -91,12 +91,21 @@ class RankSection(Section):
     is sharded and the optimiser is one of timm."""
 
 
+class DescribeSection(Section):
+    """Stage one: describe each image without a graph."""
+
+    size: PositiveInt | None = None
+    """Number of images in a micro-batch of this stage, which keeps no activations; null takes
+    replay.size. Another size is refused with dropout, stochastic depth and model.batchnorm:
+    batch."""
+
+
 class ReplaySection(Section):
-    """Stages one and three: describe each image, then again with a graph for its gradient."""
+    """Stage three: describe each image again with a graph, for its gradient."""
 
     size: PositiveInt = 16
-    """Number of images in a micro-batch of both stages, which sets the peak memory; halved if
-    memory runs out."""
+    """Number of images in a micro-batch of this stage, and of describe unless describe.size says
+    otherwise, which sets the peak memory; halved if memory runs out."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the
     memory that is free after a step. If model.freeze is backbone, 0 means auto."""
@@ -113,7 +122,8 @@ class StepSection(Section):
     fold_batchnorm: bool = False
     """Compute frozen BatchNorm in the convolution before it."""
     max_not_finite: PositiveInt = 5
-    """Stop after this many steps in a row with a loss or gradient that is not finite."""
+    """Stop after this many steps in a row with a loss or gradient that is not finite. In fp16 a
+    gradient counts only at the smallest loss scale."""
 
 
 class GroupSettings(Section):
@@ -239,6 +249,9 @@ class ModelSection(Section):
     whitening: NonNegativeInt = 0
     """Start the projection with the PCA whitening of this many training images; 0 starts it at
     random."""
+    compile: Literal["blocks"] | None = None
+    """Compile the `blocks` that a vision transformer repeats by torch.compile, which takes a minute
+    at the start; null compiles none."""
     batchnorm: Literal["frozen", "batch"] = "frozen"
     """Normalise BatchNorm layers by the stored statistics (frozen) or by the micro-batch's
     (batch)."""

@@ -225,6 +225,14 @@ def training_charts(run: Run) -> dict[str, Chart]:
         )
         for name in sorted({name for entry in run.steps for name in entry.get("sets", {})})
     }
+    of_device = [
+        (entry["step"], entry["device_memory"]["peak"] / 1e9)
+        for entry in run.steps
+        if "device_memory" in entry
+    ]
+    memory = {}
+    if of_device:  # of a training on a GPU
+        memory = {"Greatest GPU memory of rank 0": Chart(of_device, "GB", from_zero=True)}
     return {
         "Loss of the global batch": Chart(over_steps("loss"), "loss"),
         **of_sets,
@@ -234,6 +242,7 @@ def training_charts(run: Run) -> dict[str, Chart]:
             title: Chart(over_steps(name), label, from_zero=True)
             for name, (title, label) in CURVES.items()
         },
+        **memory,
     }
 
 

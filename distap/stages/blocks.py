@@ -1,15 +1,22 @@
-"""Find the blocks of a network: the modules that repeat along its depth."""
+"""Find the blocks of a network, the modules that repeat along its depth, and compile them."""
 
 from collections.abc import Collection, Iterator
+from functools import partial
+from textwrap import shorten
 
+import torch
 from torch import nn
 
 from distap.errors import DistapError
+from distap.stages.exactness import why_cut_matters
 
 # A block that holds more than this share of the parameters is cut into those of its own lists, such
 # as the third stage of a ConvNeXt.
 LARGEST_SHARE = 1 / 8
 LEAST_SHARE = 0.5  # of the parameters that blocks have to hold together
+# Graphs of a block: with and without autograd, in training and in evaluation, of full, ragged and
+# single micro-batches, at several image sizes. Torch would run all beyond the eighth uncompiled.
+MOST_GRAPHS = 64
 
 
 def blocks_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -49,6 +56,54 @@ def blocks_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
                     " and engine.reshard out",
                 )
     return blocks
+
+
+def compile_blocks(network: nn.Module, device: torch.device) -> None:
+    """Compile the forward pass of a network's blocks, in place, as one function for all of them.
+
+    Modules and parameters keep their names. The last micro-batch, which is smaller, is compiled
+    once more, for any number of images.
+
+    Raises:
+        DistapError: the network does not repeat one block, or draws at random, or there is no
+            compiler.
+    """
+    try:
+        blocks = [block for _, block in blocks_of(network)]
+    except DistapError:
+        blocks = []
+    shapes = {tuple(parameter.shape for parameter in block.parameters()) for block in blocks}
+    if len(blocks) < 2 or len(shapes) > 1 or len({type(block) for block in blocks}) > 1:
+        raise DistapError(
+            "network.no_blocks",
+            f"model.compile is blocks, but {type(network).__name__} does not repeat one block: it"
+            f" has {len(blocks)} of {len(shapes)} shapes, and each would be compiled by itself;"
+            " leave it out, or choose a vision transformer",
+        )
+    reason = why_cut_matters(network)
+    if reason is not None:
+        raise DistapError(
+            "network.draws_at_random",
+            f"model.compile is blocks, but {reason}, which compiled code would do in another way"
+            " with a graph than without one: leave it out, or the rate of that layer",
+        )
+    # Compilers are missing in many ways: no C++ compiler, a Triton that is too old, a full disk.
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))
+    except Exception as error:
+        message = shorten(f"{type(error).__name__}: {error}", 200)
+        raise DistapError(
+            "package.no_compiler",
+            f"model.compile is blocks, but torch.compile fails on {device.type} here: {message};"
+            " install a C++ compiler such as g++ (and Triton for a GPU), or leave the key out",
+        ) from error
+    from torch._dynamo import config as of_dynamo  # here, since it takes a second
+
+    of_dynamo.recompile_limit = MOST_GRAPHS
+    # Not `block.compile()`, which would compile each block by itself, with the hooks of FSDP.
+    shared = torch.compile(type(blocks[0]).forward)
+    for block in blocks:
+        block.forward = partial(shared, block)
 
 
 def _outermost(

@@ -57,22 +57,30 @@ class MicroBatchSizes:
     """Number of images per pass through the network; one that is too large is halved for good.
 
     Args:
-        images: images in a micro-batch, of describe as of replay.
+        images: images in a micro-batch with a graph: of replay, and of describe where it is kept.
         keep: micro-batches of this rank that keep their graph from describe, so that they need no
             second forward.
+        describe: images in a micro-batch without a graph, which holds no activations for a backward
+            pass; 0 takes `images`.
     """
 
     images: int
     keep: int = 0
+    describe: int = 0
 
     def __post_init__(self) -> None:
-        for name, size, smallest in (("images", self.images, 1), ("keep", self.keep, 0)):
+        for name, size, smallest in (
+            ("images", self.images, 1),
+            ("keep", self.keep, 0),
+            ("describe", self.describe, 0),
+        ):
             if not isinstance(size, int) or isinstance(size, bool) or size < smallest:
                 raise DistapError(
                     "memory.wrong_micro_batch",
                     f"micro_batch: {size!r} for {name}; a whole number from {smallest} on is"
                     " expected",
                 )
+        self.describe = self.describe or self.images
 
     def first_kept(self, share: int) -> int:
         """Return the first row that keeps its graph: the last micro-batches hold it shortest."""
@@ -98,7 +106,8 @@ class MicroBatchSizes:
                 "out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep
             )
             return
-        if self.images == 1:
+        size = self.describe if stage == "describe" else self.images
+        if size == 1:
             raise DistapError(
                 "memory.too_small",
                 f"out of memory in {stage} with micro-batches of one image; take smaller images or"
@@ -107,17 +116,21 @@ class MicroBatchSizes:
         if obstacle:
             raise DistapError(
                 "memory.too_small",
-                f"out of memory in {stage} with micro-batches of {self.images} images, which cannot"
-                f" be halved now: {obstacle}; take smaller micro-batches from the start, or smaller"
+                f"out of memory in {stage} with micro-batches of {size} images, which cannot be"
+                f" halved now: {obstacle}; take smaller micro-batches from the start, or smaller"
                 " images",
             ) from error
         logger.warning(
             "out of memory in %s: micro-batches of %d images from now on, not of %d",
             stage,
-            self.images // 2,
-            self.images,
+            size // 2,
+            size,
         )
-        self.images //= 2
+        # What is too large without a graph is too large with one. The other way round, only sizes
+        # that are the same stay the same.
+        if size == self.describe:
+            self.describe = size // 2
+        self.images = min(self.images, size // 2)
 
 
 @dataclass(frozen=True)

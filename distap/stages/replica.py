@@ -255,7 +255,7 @@ def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
     # Without a dtype a float64 network stays float64.
-    dtype = {"float32": None, "bf16": torch.bfloat16}[precision]
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 

@@ -103,6 +103,13 @@ class ThreeStages:
                 "engine.keeps_no_graphs",
                 f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0",
             )
+        if self._why_cut_matters and self.sizes.describe != self.sizes.images:
+            raise DistapError(
+                "network.cut_matters",
+                f"describe.size is {self.sizes.describe} and replay.size {self.sizes.images}, but"
+                f" {self._why_cut_matters}, so both stages have to cut the batch alike: leave"
+                " describe.size out",
+            )
         self.memory.refuse_unfit(self.loss)
         self._cannot_restart = False  # while a backward pass runs that cannot be given up
 
@@ -130,7 +137,10 @@ class ThreeStages:
                 # Micro-batches that keep their graph are the last ones, so that graphs wait the
                 # shortest for replay.
                 keeps = start >= first_kept
-                rows = slice(start, min(start + self.sizes.images, share if keeps else first_kept))
+                if keeps:
+                    rows = slice(start, min(start + self.sizes.images, share))
+                else:
+                    rows = slice(start, min(start + self.sizes.describe, first_kept))
                 try:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, buffers, keeps)
@@ -160,7 +170,7 @@ class ThreeStages:
 
     def _catch_up(self, batch: Batch, made: int, buffers: SavedBuffers) -> None:
         """Make as many passes as rank 0, whose share is the greatest; they count for nothing."""
-        passes = -(-len(range(0, batch.total, self.world.size)) // self.sizes.images)
+        passes = -(-len(range(0, batch.total, self.world.size)) // self.sizes.describe)
         statistics = SavedBuffers(self.replica.network)
         with torch.no_grad():
             for _ in range(passes - made):
@@ -246,18 +256,19 @@ class ThreeStages:
             return ranking
 
     def replay(
-        self, batch: Batch, described: Described, ranking: Ranking
+        self, batch: Batch, described: Described, gradient: Float[Tensor, "b C"]
     ) -> tuple[float, int, int]:
         """Stage three: describe again with a graph, and backpropagate each descriptor's gradient.
 
-        Returns the drift, and how many images were described again and how many had kept their
-        graph.
+        Parameters get the gradient of <descriptors, gradient>, so a factor on `gradient` scales all
+        of them. Returns the drift, and how many images were described again and how many had kept
+        their graph.
         """
         with self.stage("replay", batch.step), self.replica.replaying():
             # The statistics of BatchNorm are to move once per step: replay moves them again, so
             # they go back to those that describe has left.
             buffers = SavedBuffers(self.replica.network)
-            worst, counts = self._replay_until_it_fits(batch, described, ranking.gradient)
+            worst, counts = self._replay_until_it_fits(batch, described, gradient)
             # Describe may have moved them by numbers that are not finite; for replay those images
             # are blank. So the statistics then move by what replay adds to those from before the
             # step.

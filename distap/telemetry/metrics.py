@@ -85,6 +85,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
         "replay_drift",
         "Greatest difference between the two descriptors of an image in a step",
     ),
+    "loss_scale": (Gauge, "loss_scale", "Factor on gradients in float16; 1 in other precisions"),
     "replay_drift_limit": (Gauge, "replay_drift_limit", "Replay drift above which training stops"),
     "replayed_share": (
         Gauge,
@@ -190,7 +191,7 @@ class TrainingMetrics(SimpleNamespace):
             (self.stage_seconds, (*STAGES, *BETWEEN_STEPS)),
             (self.images, ("describe", "replay")),
             (self.skipped, skip_reasons),
-            (self.nonfinite, ("descriptor", "loss", "gradient")),
+            (self.nonfinite, ("descriptor", "loss", "gradient", "overflow")),
             (self.ended, ENDINGS),
         ):
             for value in values:
@@ -210,8 +211,8 @@ class TrainingMetrics(SimpleNamespace):
             images: their number on this rank.
             seconds: by stage, and of the whole `step`.
             figures: values of other metrics by attribute.
-            skipped: `descriptor`, `loss` or `gradient` if that was not finite, so that the
-                parameters did not move.
+            skipped: `descriptor`, `loss` or `gradient` if that was not finite, or `overflow` of
+                the scaled gradient, so that the parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
@@ -225,6 +226,24 @@ class TrainingMetrics(SimpleNamespace):
             getattr(self, name).set(figure)
         if skipped:
             self.nonfinite.labels(skipped).inc()
+
+
+def device_memory(device: torch.device) -> dict[str, dict[str, int]]:
+    """Return the device's memory of this process, in bytes, as `device_memory`.
+
+    `allocated` is in tensors now, `peak` was at most so far, and `reserved` is what torch has taken
+    from the driver; {} for a device whose memory torch does not manage.
+    """
+    module = torch.get_device_module(device)
+    if not hasattr(module, "memory_stats"):
+        return {}
+    stats = module.memory_stats(device)
+    names = {
+        "allocated": "allocated_bytes.all.current",
+        "peak": "allocated_bytes.all.peak",
+        "reserved": "reserved_bytes.all.current",
+    }
+    return {"device_memory": {name: stats[key] for name, key in names.items()}}
 
 
 def host_memory_peak() -> int:

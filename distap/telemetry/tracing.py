@@ -1,7 +1,8 @@
 """Trace a step with torch's profiler, as SIGUSR1 asks for.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing
-show. The stages appear in it under their names. Errors of the profiler never end the training.
+show. The stages appear in it under their names, and each `[memory]` event has the bytes that a
+device has allocated since. Errors of the profiler never end the training.
 """
 
 import json
@@ -22,7 +23,9 @@ def traced(folder: Path, rank: int, step: int) -> Iterator[None]:
     # The profiler's library would print its begin and end, and an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *gpu], acc_events=True, profile_memory=True
+    )
     with _surviving(rank, step):
         profiler.start()
     yield

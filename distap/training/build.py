@@ -28,6 +28,7 @@ from distap.ranking.losses.within import BySet
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import shard_classes
 from distap.registry import Part
+from distap.stages.blocks import compile_blocks
 from distap.stages.exactness import default_drift, make_writable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_hooks, refuse_unusable
@@ -217,6 +218,8 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
     learner: Learner = recipe.engine.build(
         network, build, world, optimizer.clip_norm, recipe.precision
     )
+    if recipe.model.compile is not None:  # after FSDP, whose hooks stay outside
+        compile_blocks(network, world.device)
     if recipe.ema is not None:
         learner.keep_average(recipe.ema)
     return learner
@@ -324,7 +327,11 @@ def step_of(
         loss,
         world,
         recipe.seed,
-        MicroBatchSizes(recipe.replay.size, keep=0 if keep == "auto" else keep),
+        MicroBatchSizes(
+            recipe.replay.size,
+            keep=0 if keep == "auto" else keep,
+            describe=recipe.describe.size or 0,
+        ),
         mode=recipe.rank.mode,
         memory=CrossBatchMemory(recipe.memory.size),
         memory_after=recipe.memory.after,

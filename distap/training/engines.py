@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distap.config.sections import PrecisionName
-from distap.errors import logger
+from distap.errors import DistapError, logger
 from distap.world import World
 
 if TYPE_CHECKING:
@@ -37,9 +37,12 @@ class DDPSettings:
         """Return a learner for a network that is on its device, alike on every rank."""
         # Imported here and below, since a recipe is read without torch's distributed parts.
         from distap.stages.replica import computing_in
+        from distap.training.learner import Learner
+        from distap.training.loss_scale import ScaledLearner
 
         describe = computing_in(precision, network)
-        return self._shared(network, world, describe, build_optimizer, clip_norm)
+        kind = ScaledLearner if precision == "fp16" else Learner
+        return self._shared(network, world, describe, build_optimizer, clip_norm, kind)
 
     def _shared(
         self,
@@ -48,11 +51,11 @@ class DDPSettings:
         describe: Describe,
         build_optimizer: BuildOptimizer,
         clip_norm: float | None,
+        kind: type["Learner"],
     ) -> "Learner":
         from distap.stages.replica import Replica
-        from distap.training.learner import Learner
 
-        return Learner(Replica(network, world, describe), build_optimizer(), clip_norm)
+        return kind(Replica(network, world, describe), build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,16 @@ class FSDPSettings(DDPSettings):
         describe: Describe,
         build_optimizer: BuildOptimizer,
         clip_norm: float | None,
+        kind: type["Learner"],
     ) -> "Learner":
         from distap.model.network import RetrievalNetwork
         from distap.stages.fsdp import FSDPReplica, blocks_to_gather, shard
         from distap.training.filling import fill_shards
-        from distap.training.learner import Learner
 
         if world.size == 1:
             # Refused on one rank, as in a dry run, if it would be on several.
             blocks_to_gather(network, self.unit, self.gather, self.reshard)
-            return super()._shared(network, world, describe, build_optimizer, clip_norm)
+            return super()._shared(network, world, describe, build_optimizer, clip_norm, kind)
         whole = dict(network.named_parameters())
         shard(
             network,
@@ -106,7 +109,7 @@ class FSDPSettings(DDPSettings):
             fill_shards(network, whole, world)
             network.awaits_values = False
         replica = FSDPReplica(network, world, describe, reshard=self.reshard)
-        return Learner(replica, build_optimizer(), clip_norm)
+        return kind(replica, build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,19 @@ class DeepSpeedSettings(DDPSettings):
         describe: Describe,
         build_optimizer: BuildOptimizer,
         clip_norm: float | None,
+        kind: type["Learner"],
     ) -> "Learner":
         from distap.stages.deepspeed import ZeroReplica
         from distap.stages.fsdp import make_contiguous
+        from distap.training.learner import Learner
         from distap.training.zero import ZeroLearner, check_for_zero
 
+        if kind is not Learner:
+            raise DistapError(
+                "engine.wrong_precision",
+                "precision: fp16 needs a loss scale, which DeepSpeed would keep in another way"
+                " next to its own clipping; choose the engine ddp or fsdp, or precision: bf16",
+            )
         optimizer = build_optimizer()
         check_for_zero(network, optimizer)
         make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels

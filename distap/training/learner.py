@@ -38,6 +38,9 @@ class Learner:
         clip_norm: greatest norm of the whole gradient; None never clips.
     """
 
+    loss_scale = 1.0  # factor on the gradients that `update` finds
+    skip_reason = "gradient"  # what was not finite, if `update` has moved nothing
+
     def __init__(
         self, replica: Replica, optimizer: Optimizer, clip_norm: float | None = None
     ) -> None:
@@ -203,8 +206,10 @@ class StepResult:
     # kept instead.
     replayed: int = 0
     kept: int = 0
+    loss_scale: float = 1.0  # for the next step
     skipped_queries: int = 0  # images without another image of their class
-    # Why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite.
+    # Why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite, or an
+    # 'overflow' of the scaled gradient, after which the loss scale is smaller.
     skipped: str | None = None
     # Rows of this rank whose descriptor was not finite.
     not_finite: list[int] = field(default_factory=list)
@@ -244,7 +249,11 @@ class TrainingStep:
                 raise
             described.buffers.restore()
             return StepResult(
-                loss=NAN, learning_rate=learning_rate, skipped="descriptor", not_finite=not_finite
+                loss=NAN,
+                learning_rate=learning_rate,
+                loss_scale=self.learner.loss_scale,
+                skipped="descriptor",
+                not_finite=not_finite,
             )
 
         # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
@@ -252,16 +261,20 @@ class TrainingStep:
         norm = drift = NAN
         replayed = with_kept_graph = 0
         if ranking.is_finite:
-            drift, replayed, with_kept_graph = stages.replay(batch, described, ranking)
-            for parameter, gradient in zip(
+            gradient = ranking.gradient * self.learner.loss_scale
+            drift, replayed, with_kept_graph = stages.replay(batch, described, gradient)
+            for parameter, of_loss in zip(
                 stages.loss.parameters, ranking.by_parameters, strict=True
             ):
-                parameter.grad = gradient
+                parameter.grad = of_loss
             with stages.stage("optimizer", batch.step):
                 norm = self.learner.update(learning_rate)
-                skipped = None if norm < float("inf") else "gradient"
-                if self.loss_learner is not None and skipped is None:
-                    self.loss_learner.update(learning_rate)
+                if norm < float("inf"):
+                    skipped = None
+                    if self.loss_learner is not None:
+                        self.loss_learner.update(learning_rate)
+                else:
+                    skipped = self.learner.skip_reason
         else:
             described.buffers.restore()  # a step that is skipped moves no statistics either
         return StepResult(
@@ -271,6 +284,7 @@ class TrainingStep:
             replay_drift=drift,
             replayed=replayed,
             kept=with_kept_graph,
+            loss_scale=self.learner.loss_scale,
             skipped_queries=ranking.skipped_queries,
             skipped=skipped,
             not_finite=not_finite,

@@ -24,7 +24,7 @@ from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry import runlog
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
+from distap.telemetry.metrics import TrainingMetrics, device_memory, host_memory_peak
 from distap.telemetry.terminal import aligned, origin, progress, rows_of_sets
 from distap.training.by_set import SetFigures
 from distap.training.learner import StepResult
@@ -34,7 +34,14 @@ from distap.world import World
 
 COLLAPSED_STEPS = 5  # in a row with a spread below COLLAPSED, after which a warning is logged
 # Fields of a StepResult that are logged and are metrics.
-STEP_FIGURES = ("loss", "learning_rate", "gradient_norm", "spread", "replay_drift")
+STEP_FIGURES = (
+    "loss",
+    "learning_rate",
+    "gradient_norm",
+    "spread",
+    "replay_drift",
+    "loss_scale",
+)
 NAMED_IMAGES = 10  # images of a step that are named if their descriptors are not finite
 
 
@@ -151,12 +158,16 @@ class RunReport:
         }
         self.metrics.observe_step(step, len(share.samples), times, figures, result.skipped)
         self.metrics.skipped_queries.inc(result.skipped_queries)
-        for name, of_set in by_set.items():
-            self.metrics.set_images.labels(name).inc(of_set.images)
-            self.metrics.set_skipped.labels(name).inc(of_set.damaged)
-            self.metrics.set_loss.labels(name).set(of_set.loss)
-        sets = {"sets": {name: of_set._asdict() for name, of_set in by_set.items()}}
+        # Entries of the log that not every training has.
+        extra: dict[str, Any] = device_memory(self.world.device)
         speed = self.batch / seconds
+        text = f"loss {result.loss:.4f}"
+        if by_set:
+            text += f" ({', '.join(self._report_sets(by_set))})"
+            extra["sets"] = {name: of_set._asdict() for name, of_set in by_set.items()}
+        text += f"  {speed:.3g} images/s"
+        if "device_memory" in extra:
+            text += f"  {extra['device_memory']['peak'] / 1e9:.3g} GB"
         self._write(
             step,
             **figures,
@@ -168,15 +179,17 @@ class RunReport:
             skipped_images=self.skipped_images,
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
-            **(sets if by_set else {}),
+            **extra,
         )
-        of_sets = ", ".join(f"{name} {of_set.loss:.4f}" for name, of_set in by_set.items())
-        self._show(
-            step,
-            f"loss {result.loss:.4f}{of_sets and f' ({of_sets})'}  {speed:.3g} images/s",
-            loss=result.loss,
-            images_per_second=speed,
-        )
+        self._show(step, text, loss=result.loss, images_per_second=speed)
+
+    def _report_sets(self, by_set: Mapping[str, SetFigures]) -> Iterator[str]:
+        """Export the figures of each data set; yield its name with its loss."""
+        for name, of_set in by_set.items():
+            self.metrics.set_images.labels(name).inc(of_set.images)
+            self.metrics.set_skipped.labels(name).inc(of_set.damaged)
+            self.metrics.set_loss.labels(name).set(of_set.loss)
+            yield f"{name} {of_set.loss:.4f}"
 
     def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
         # From descriptors that are all alike no ranking can be learnt, and nothing else would show

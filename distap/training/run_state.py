@@ -323,7 +323,8 @@ def _identity(recipe: dict[str, Any], fingerprint: Any, rows: Mapping[str, str])
         "data.train": fingerprint,
         # Next to data.train: `by_path` writes data.rows.teacher.
         "data": {key.removeprefix("data."): fingerprint for key, fingerprint in rows.items()},
-        **{name: recipe[name] for name in ("seed", "sampling", "model", "loss")},
+        **{name: recipe[name] for name in ("seed", "sampling", "loss")},
+        "model": {key: value for key, value in recipe["model"].items() if key != "compile"},
         # The optimiser's state depends on these.
         **{f"optimizer.{key}": optimizer[key] for key in optimizer.keys() - set(MAY_CHANGE)},
     }

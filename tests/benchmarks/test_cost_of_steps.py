@@ -77,6 +77,24 @@ def test_seconds_are_the_sum_of_passes_and_waits():
     assert seconds["reduce"] == pytest.approx(4 + 2 * 0.5)
 
 
+def test_larger_micro_batches_of_describe_need_working_memory_alone():
+    def cost(**changes) -> StepCost:
+        settings = recipe(replay={"size": 1}, loss={"name": "smooth_ap"}, **changes)
+        network = NETWORK._replace(working=Line(0, 1e6))
+        return StepCost(settings, 32, network, MACHINE, 2)
+
+    same = cost()
+    larger = cost(describe={"size": 16})
+    assert (same.describe_size, larger.describe_size, larger.replay_size) == (1, 16, 1)
+    # More than the graph of an image, and than the message of the gradients.
+    assert larger.memory["working memory"] == 16e6
+    assert sum(larger.memory.values()) > sum(same.memory.values())
+    assert larger.seconds["replay"] == same.seconds["replay"]
+    # one pass over the 16 images of a rank, in place of sixteen
+    assert larger.seconds["describe"] == pytest.approx(MACHINE.forward(16))
+    assert same.seconds["describe"] == pytest.approx(16 * MACHINE.forward(1))
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 7])
 def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):

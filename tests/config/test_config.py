@@ -132,7 +132,10 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
             "data.image_sizes={0: 64}",
             r"data: image_sizes: expected sizes that rise to image_size, 224, not \[64\]",
         ),
-        ("precision=bf61", r"precision: 'bf61': must be 'float32' or 'bf16'; did you mean bf16\?"),
+        (
+            "precision=bf61",
+            r"precision: 'bf61': must be 'float32', 'bf16' or 'fp16'; did you mean bf16\?",
+        ),
         ("replay.size=many", "replay.size: 'many': must be a whole number$"),
         ("replay.keep=-1", "replay.keep: -1: must be .* or 'auto'$"),
         *(

@@ -13,6 +13,7 @@ from ranks import on_ranks
 from torch import nn
 
 from distap.stages.replica import Replica
+from distap.training.loss_scale import FIRST_SCALE
 from distap.world import World
 
 
@@ -147,11 +148,30 @@ def test_a_step_that_was_given_up_or_failed_on_one_rank_leaves_nothing_behind(on
 @pytest.mark.parametrize("name", ALL)
 def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(on_two_ranks, name):
     first, second = on_two_ranks("bf16", name)
-    for norms, has_moved in (first, second):
+    for norms, has_moved, _ in (first, second):
         assert has_moved == [True, False, True]
         assert not norms[1] < float("inf")
         assert norms[0] > 1e-3 and norms[2] > 1e-3  # before clipping
     assert (first[0][0], first[0][2]) == (second[0][0], second[0][2])
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if is_exact(name)])
+def test_an_overflow_on_one_rank_halves_the_loss_scale_on_all(on_two_ranks, name):
+    wide = [norms for norms, _, _ in on_two_ranks("bf16", name)]
+    for (norms, has_moved, scales), expected in zip(on_two_ranks("fp16", name), wide, strict=True):
+        assert has_moved == [True, False, True]
+        assert scales == [FIRST_SCALE, FIRST_SCALE / 2, FIRST_SCALE / 2]
+        assert not norms[1] < float("inf")
+        # the norm is that of the gradient without its scale
+        assert [norms[0], norms[2]] == pytest.approx([expected[0], expected[2]], rel=0.02)
+
+
+def test_deepspeed_refuses_float16_whose_scale_it_would_keep_otherwise():
+    network, groups = checks.network_and_groups(exact=False)
+    with raises("engine.wrong_precision", "fp16", "ddp", "fsdp"):
+        ENGINES["zero 2"].build(
+            network, lambda: checks.ADAM.build(groups()), World(), precision="fp16"
+        )
 
 
 @pytest.mark.parametrize("name", ALL)

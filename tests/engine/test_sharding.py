@@ -46,10 +46,10 @@ LORA = VIT | {"adapter": {"rank": 4, "dropout": 0.3}, "projection": 6}
 MESSAGES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def of_blocks(world, engine):
+def of_blocks(world, engine, dropout=0.2):
     """An engine over the network of the contract, with dropout, in float64."""
     torch.manual_seed(0)
-    network = BlockNetwork(dropout=0.2).double().train().to(memory_format=torch.channels_last)
+    network = BlockNetwork(dropout).double().train().to(memory_format=torch.channels_last)
     optimizer = TimmOptimizer("adam")
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     return engine.build(network, lambda: optimizer.build([{"params": trained}]), world)
@@ -73,7 +73,12 @@ def images_of(network):
     return images, labels
 
 
-def gradients(world, build, engine, size, keep=0):
+def of_plain_blocks(world, engine):
+    """The same without dropout."""
+    return of_blocks(world, engine, dropout=0.0)
+
+
+def gradients(world, build, engine, size, keep=0, describe=0):
     """The whole gradients of a step with a lost image, their norm, and its messages by kind."""
     learner = build(world, engine)
     replica = learner.replica
@@ -82,7 +87,7 @@ def gradients(world, build, engine, size, keep=0):
         SmoothAP(tau=0.1),
         world,
         0,
-        MicroBatchSizes(size, keep=keep),
+        MicroBatchSizes(size, keep=keep, describe=describe),
         probed=True,
     )
     batch = TensorBatch(*images_of(learner.network), world)
@@ -90,7 +95,7 @@ def gradients(world, build, engine, size, keep=0):
         described = stages.describe(batch)
         gathered = stages.gather(described, batch)
         ranking = stages.rank(described.gathering, gathered, 0)
-        drift, _, with_graph = stages.replay(batch, described, ranking)
+        drift, _, with_graph = stages.replay(batch, described, ranking.gradient)
     assert drift <= EXACT, (engine, size, keep, drift)
     assert (with_graph > 0) == (keep > 0)
     names = [event.name for event in recorded.events()]
@@ -247,8 +252,17 @@ def refusals(world):
     return codes
 
 
+def described_in_larger_micro_batches(world):
+    """How far the gradients of passes are from those of ddp, and the messages of both sizes."""
+    engine = FSDPSettings(reshard="pass")
+    expected, _ = gradients(world, of_plain_blocks, DDPSettings(), 2)
+    _, same = gradients(world, of_plain_blocks, engine, 2)
+    actual, larger = gradients(world, of_plain_blocks, engine, 2, describe=5)
+    return apart(actual, expected), gathers(same), gathers(larger)
+
+
 def halves_and_refusals(world):
-    return halves(world), refusals(world)
+    return halves(world), refusals(world), described_in_larger_micro_batches(world)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +271,7 @@ def halved():
 
 
 def test_an_engine_that_frees_blocks_refuses_what_would_part_the_ranks(halved):
-    for _, codes in halved:
+    for _, codes, _ in halved:
         assert codes == ["engine.keeps_no_graphs", "memory.too_small"]
 
 
@@ -271,8 +285,15 @@ HALVES = {
 }
 
 
+def test_an_engine_that_frees_blocks_gathers_less_often_for_larger_micro_batches(halved):
+    for *_, (difference, same, larger) in halved:
+        assert difference <= EXACT
+        # 7 and 6 images of the ranks: 2 passes in place of 4, each of which gathers three blocks
+        assert same - larger == 2 * 3
+
+
 def test_bf16_gathers_and_a_bf16_base_have_the_gradients_of_ddp_in_bf16(halved):
-    for of_rank, _ in halved:
+    for of_rank, *_ in halved:
         for case, (difference, dtypes) in of_rank.items():
             assert difference <= HALVES[case], case
             assert dtypes == {torch.float32}

@@ -155,7 +155,7 @@ def parameters_of(engine):
     return {name: tensor for name, tensor in whole(engine).items() if name.startswith("network.")}
 
 
-def replay(world, replica, micro_batches=3, infinite=False, fails=False):
+def replay(world, replica, micro_batches=3, infinite=False, fails=False, scale=1.0):
     """Give `backward` gradients that differ by rank and micro-batch; a rank that `fails` at first
     starts again.
     """
@@ -170,6 +170,7 @@ def replay(world, replica, micro_batches=3, infinite=False, fails=False):
         for number in range(micro_batches):
             descriptors = replica.forward(own_rows[number : number + 2])
             gradient = (1 + world.rank + number) * 1e-3 * torch.ones_like(descriptors).cumsum(1)
+            gradient *= scale
             if infinite and world.rank == 1 and number == 0:
                 gradient[0, 0] = torch.inf
             replica.backward(descriptors, gradient, number == micro_batches - 1)
@@ -327,20 +328,22 @@ def without_damage(world, name):
     return norms
 
 
-def half_precision(world, name):
-    """Norms of three steps, and whether each moved a parameter; in the second, one rank has an
-    infinite gradient.
+def half_precision(world, name, precision):
+    """Norms of three steps, whether each moved a parameter, and the loss scale after each; in the
+    second, one rank has an infinite gradient.
     """
-    engine = engine_of(world, name, clip_norm=1e-3, precision="bf16")
+    engine = engine_of(world, name, clip_norm=1e-3, precision=precision)
     norms = []
     has_moved = []
+    scales = []
     for number in range(3):
         before = parameters_of(engine)
-        replay(world, engine.replica, infinite=number == 1)
+        replay(world, engine.replica, infinite=number == 1, scale=engine.loss_scale)
         norms.append(engine.update(0.01))
         after = whole(engine)
         has_moved.append(any(not torch.equal(before[key], after[key]) for key in before))
-    return norms, has_moved
+        scales.append(engine.loss_scale)
+    return norms, has_moved, scales
 
 
 def there_and_back(world, name, state):
@@ -403,7 +406,9 @@ def everything(world, names, folder, state):
         results["without damage", name] = without_damage(world, name)
         results["state", name] = there_and_back(world, name, state[is_exact(name)])
         results["apart", name] = described_apart(world, name)
-        results["bf16", name] = half_precision(world, name)
+        results["bf16", name] = half_precision(world, name, "bf16")
+        if is_exact(name):
+            results["fp16", name] = half_precision(world, name, "fp16")
         for optimizer in OPTIMIZERS.get(name, ()):
             results[optimizer, name] = optimized(world, name, optimizer)
     for case, (name, keep) in TRAININGS.items():

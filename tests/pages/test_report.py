@@ -26,7 +26,7 @@ from distap import RELEASE
 from distap.data.shards.index import load_index
 from distap.errors import RESTART, DistapError
 from distap.evaluation.saved import folder_of_step
-from distap.pages.report import report, sheets_of
+from distap.pages.report import report, sheets_of, training_charts
 from distap.pages.run import read_run
 from distap.trainer import Trainer
 from distap.training.prepared import prepare
@@ -261,6 +261,28 @@ def change_evaluations(run, steps=(0, 24), **changes):
     for number in steps:
         path = folder_of_step(run, number) / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_memory_of_a_device_is_in_log_line_and_page(
+    tmp_path, training_shards, monkeypatch, capsys
+):
+    """torch manages no memory of a CPU; here it says something of it, as of a GPU."""
+    stats = {
+        "allocated_bytes.all.current": 3 * 10**9,
+        "allocated_bytes.all.peak": 5 * 10**9,
+        "reserved_bytes.all.current": 7 * 10**9,
+    }
+    settings = recipe(tmp_path / "cpu", training_shards, steps=1)
+    Trainer(prepare(settings, World()), World()).train()
+    monkeypatch.setattr(torch.cpu, "memory_stats", lambda device: stats, raising=False)
+    settings = recipe(tmp_path / "gpu", training_shards, steps=2)
+    Trainer(prepare(settings, World()), World()).train()
+    _, *entries = [entry for entry in read_run(tmp_path / "gpu").entries if "loss" in entry]
+    expected = {"allocated": 3 * 10**9, "peak": 5 * 10**9, "reserved": 7 * 10**9}
+    assert [entry["device_memory"] for entry in entries] == [expected]
+    assert re.search(r"images/s\s+5 GB", capsys.readouterr().err)
+    assert "Greatest GPU memory of rank 0" in training_charts(read_run(tmp_path / "gpu"))
+    assert "Greatest GPU memory of rank 0" not in training_charts(read_run(tmp_path / "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
             "replay",
             "optimizer",
             "aten::conv2d",
+            "[memory]",
         } <= names
     assert len(re.findall(r"traced step \d+", job.said)) == 1
 
