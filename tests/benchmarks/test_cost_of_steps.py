@@ -183,8 +183,8 @@ def test_the_first_engine_that_a_tower_of_seven_billion_parameters_fits_is_named
     lines = described_peaks(NetworkSize(10**9, 10**9, 10**7), 8, 10e9)
     assert [line.endswith("(the first that fits)") for line in lines] == [False] * 2 + [True, False]
     # On four cards of 40 GB nothing but passes fits.
-    few = replace(step, machine=card._replace(memory=36e9), ranks=4)
-    assert [name for name, (_, fits) in engine_memory(few).items() if fits] == [
+    small = replace(step, machine=card._replace(memory=36e9), ranks=4)
+    assert [name for name, (_, fits) in engine_memory(small).items() if fits] == [
         "{name: fsdp, reshard: pass}",
         "{name: fsdp, reshard: pass, gather: bf16}",
     ]

@@ -180,17 +180,17 @@ def test_an_own_augmentation_turns_images_by_the_seed(tmp_path, training_shards,
     Trainer(prepare(chosen, World()), World()).train()
     assert len(losses(tmp_path)) == 1
 
-    pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(3, 32, 32)
-    image = EncodedImage(image_file(pixels))
+    gradient = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(3, 32, 32)
+    image = EncodedImage(image_file(gradient))
     transform = chosen.data.augmentation.transform(32)
     turned = [seeded(transform, image, seed) for seed in range(16)]
     turns = [
         torch.rot90(image.crop((0, 0, 32, 32), (32, 32)), quarters, (1, 2)) for quarters in range(4)
     ]
-    quarters = [[torch.equal(each, turn) for turn in turns].index(True) for each in turned]
+    quarters = [[torch.equal(pixels, turn) for turn in turns].index(True) for pixels in turned]
     assert set(quarters) == {0, 1, 2, 3}
     assert all(
-        torch.equal(each, seeded(transform, image, seed)) for seed, each in enumerate(turned)
+        torch.equal(pixels, seeded(transform, image, seed)) for seed, pixels in enumerate(turned)
     )
 
 

@@ -17,7 +17,7 @@ def test_the_page_of_formats_has_the_numbers_of_the_code():
     _, _, table = (ROOT / "docs/reference/upgrade.md").read_text().partition("## Formats")
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|", table, re.MULTILINE)
     numbers = {
-        what: [int(number) for number in re.findall(r"\d+", text)] for what, text in rows[1:]
+        kind: [int(number) for number in re.findall(r"\d+", text)] for kind, text in rows[1:]
     }
     assert EXTRACTION_VERSION == DESCRIPTORS_VERSION
     assert numbers == {

@@ -282,7 +282,7 @@ def test_a_training_of_two_ranks_reports_sets_merged_and_mean_and_goes_on(
 
     page, summary = report(run)
     evaluations = read_evaluations(folder_of_step(run, 3))
-    assert {name: kept.figures for name, kept in evaluations.items()} == {
+    assert {name: evaluation.figures for name, evaluation in evaluations.items()} == {
         name: pytest.approx(lines[3]["also"][name]) for name in ("birds", "cars", "merged")
     }
     assert list(summary["sets"]) == ["birds", "cars", "merged"]

@@ -123,6 +123,7 @@ def test_every_figure_that_distap_exports_is_shown(exported, panels):
         "distap_search_index_images",  # of the choice of namespace and job
         "distap_last_step_timestamp_seconds",  # of alerts
         "distap_ended",
+        "distap_loss_scale",  # of fp16, which the log tells
         "distap_evaluations_since_best",  # of evaluation.patience, which the log tells
         "distap_search_index_generation",  # of updates of an index
         "distap_checkpoint_last_success_timestamp_seconds",

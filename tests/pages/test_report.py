@@ -330,9 +330,9 @@ def test_evaluations_from_before_an_interruption_are_left_out(run):
     log = run / "metrics.jsonl"
     lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < 24]
     log.write_text("\n".join([*lines, ""]))
-    found = read_run(run)
-    assert [evaluation.step for evaluation in found.before.values()] == [0]
-    assert found.after == {}
+    read = read_run(run)
+    assert [evaluation.step for evaluation in read.before.values()] == [0]
+    assert read.after == {}
 
 
 def test_a_folder_with_another_recipe_is_refused(run):
