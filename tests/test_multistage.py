@@ -433,7 +433,7 @@ def test_what_would_spoil_the_gradient_is_refused():
         Multistage(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)).eval().double())(
             images, labels
         )
-    with pytest.raises(TypeError, match="cannot be called weights"):
+    with pytest.raises(DistapError, match="cannot be called weights"):
         distap.loss(lambda descriptors, labels, weights=1: descriptors)
     value = Multistage(small_network())(images, labels)
     value.backward()

@@ -117,10 +117,15 @@ def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, 
             "recipe.failing_part",
             ["data.augmentation", "FailingAugmentation", "ZeroDivisionError"],
         ),
+        ("data__augmentation", "FloatPixels", "data.augmentation_failed", ["float32", "uint8"]),
+        ("data__augmentation", "DrawsElsewhere", "data.augmentation_differs", ["DrawsElsewhere"]),
+        ("sampling", "ForgetsTheSeed", "sampling.batch_differs", ["ForgetsTheSeed"]),
+        ("sampling", "NoPairs", "sampling.no_positives", []),
+        ("loss", "CountsAlone", "loss.no_gradient", ["CountsAlone"]),
         ("loss", "FailingLoss", "recipe.failing_part", ["loss", "FailingLoss", "IndexError"]),
     ],
 )
-def test_a_dry_run_finds_what_fails_in_a_part_from_outside(
+def test_a_dry_run_finds_what_fails_or_goes_wrong_in_a_part_from_outside(
     tmp_path, training_shards, key, name, code, names
 ):
     file = written(tmp_path, training_shards, **{key: f"plug_ins:{name}"})

@@ -52,8 +52,9 @@ def class_of(kind: str, name: str) -> type:
 
 def why_not_of(kind: str, chosen: type) -> str:
     """Return why objects of a class are not of this kind, or "" if they are."""
-    if not callable(getattr(chosen, METHODS[kind], None)):
-        return f"needs a method {METHODS[kind]!r}, which {chosen.__name__} has not"
+    for method in METHODS[kind]:
+        if not callable(getattr(chosen, method, None)):
+            return f"needs a method {method!r}, which {chosen.__name__} has not"
     if kind == "loss" and LOSS_BASE not in map(place_of, chosen.__mro__):
         base = LOSS_BASE.replace(":", ".")
         return f"has to be a subclass of {base}, which {chosen.__name__} is not"

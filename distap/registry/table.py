@@ -2,7 +2,7 @@
 
 To add a class to distap, write it and add its line here. A class from elsewhere needs no line: a
 recipe names it as `package.module:Class`. Either way the class is a dataclass or a pydantic model,
-its fields are the keys next to `name`, and it has the method that METHODS lists for its kind.
+its fields are the keys next to `name`, and it has the methods that METHODS lists for its kind.
 """
 
 REGISTRY: dict[str, dict[str, str]] = {
@@ -124,20 +124,20 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
 }
 
-# The method that distap calls on an object of each kind.
-METHODS = {
-    "loss": "value_and_gradient",
-    "sampling": "batch",
-    "augmentation": "transform",
-    "source": "open",
-    "backbone": "build",
-    "weights": "load",
-    "pooling": "build",
-    "adapter": "adapt",
-    "optimizer": "build",
-    "schedule": "factor",
-    "engine": "build",
-    "logger": "open",
+# The methods that distap calls on an object of each kind.
+METHODS: dict[str, tuple[str, ...]] = {
+    "loss": ("value_and_gradient",),
+    "sampling": ("check", "batch"),
+    "augmentation": ("transform",),
+    "source": ("open",),
+    "backbone": ("build",),
+    "weights": ("load",),
+    "pooling": ("build",),
+    "adapter": ("adapt",),
+    "optimizer": ("build",),
+    "schedule": ("factor",),
+    "engine": ("build",),
+    "logger": ("open",),
 }
 
 # The base class of losses, which has the methods that most of them do not write themselves.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from distap.config.recipe import Recipe
-from distap.data.loading.share import TrainingImages
+from distap.data.loading.share import Chunk, TrainingImages
 from distap.errors import DistapError
 from distap.ranking.loss import Loss
 from distap.ranking.rank import rank
@@ -72,15 +72,21 @@ def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, los
     """
     planned = _planned(recipe, images)
     images.job = replace(images.job, workers=0, chunk=TRIED_IMAGES)
-    with (
-        blaming("data.augmentation", recipe.data.augmentation),
-        closing(images.chunks(range(1))) as chunks,
-    ):
-        chunk = next(chunks)
-    samples, labels = (np.array(chunk.samples), chunk.labels) if planned is None else planned
+    chunk = _first_chunk(recipe, images)
+    if planned is None:  # a stream goes on with other images
+        samples, labels = np.array(chunk.samples), chunk.labels
+    else:
+        samples, labels = planned
+        if not np.array_equal(_first_chunk(recipe, images).pixels, chunk.pixels):
+            raise DistapError(
+                "data.augmentation_differs",
+                f"data.augmentation: {type(recipe.data.augmentation).__name__} gives other pixels"
+                " of the same images when it is called again; draw from torch's generator alone,"
+                " which is seeded for each image",
+            )
     rows = _rows_to_rank(labels if labels.ndim == 1 else labels[:, 0])
-    if rows is None:
-        return
+    if planned is None and len(np.unique(labels[rows])) == len(rows):
+        return  # few images of a stream need not have pairs
     extra = {} if images.rows_of is None else images.rows_of(samples[rows])
     generator = torch.Generator().manual_seed(recipe.seed)
     descriptors = normalize(torch.randn(len(rows), dimensions, generator=generator))
@@ -92,8 +98,26 @@ def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, los
     if not ranking.is_finite:
         raise DistapError(
             "loss.not_finite",
-            f"loss: {type(loss).__name__} gives {float(ranking.loss):g} for random descriptors",
+            f"loss: {type(loss).__name__} or its gradient is not finite for random descriptors; its"
+            f" value is {float(ranking.loss):g}",
         )
+    moves = any(bool(gradient.any()) for gradient in (ranking.gradient, *ranking.by_parameters))
+    if ranking.loss and not moves:
+        raise DistapError(
+            "loss.no_gradient",
+            f"loss: {type(loss).__name__} is {float(ranking.loss):g} for random descriptors, but"
+            " its gradient is 0 for all of them, so nothing would be learnt; counts, ranks and"
+            " comparisons have none",
+        )
+
+
+def _first_chunk(recipe: Recipe, images: TrainingImages) -> Chunk:
+    """Read and augment the first images of the first step."""
+    with (
+        blaming("data.augmentation", recipe.data.augmentation),
+        closing(images.chunks(range(1))) as chunks,
+    ):
+        return next(chunks)
 
 
 def _planned(recipe: Recipe, images: TrainingImages) -> tuple[Labels, Labels] | None:
@@ -103,6 +127,7 @@ def _planned(recipe: Recipe, images: TrainingImages) -> tuple[Labels, Labels] | 
         return None
     with blaming("sampling", recipe.sampling):
         batch = np.asarray(plan.batch(0))
+        again = np.asarray(plan.sampling.batch(plan.classes, plan.seed, 0))
     if batch.shape != (images.size,) or len(np.unique(batch)) < len(batch):
         raise DistapError(
             "sampling.wrong_batch",
@@ -114,20 +139,24 @@ def _planned(recipe: Recipe, images: TrainingImages) -> tuple[Labels, Labels] | 
             f"sampling: its batch holds other values than numbers of the {len(plan.classes)}"
             " images",
         )
+    if not np.array_equal(again, batch):
+        raise DistapError(
+            "sampling.batch_differs",
+            f"sampling: {type(recipe.sampling).__name__} draws another batch when it is asked again"
+            " for the same step; draw from a generator that is seeded by seed and step, or ranks"
+            " and restarts would have other batches",
+        )
     labels: Labels = plan.classes.numbers[plan.classes.labels_of(batch)]
     return batch, labels
 
 
-def _rows_to_rank(labels: Labels) -> Labels | None:
-    """Return rows of a few large classes; None if there are no pairs, as may be at random."""
+def _rows_to_rank(labels: Labels) -> Labels:
+    """Return rows of a few large classes."""
     classes = [
         np.flatnonzero(labels == label)[:TRIED_OF_A_CLASS]
         for label in np.unique(labels[labels >= 0])
     ]
-    largest = sorted(classes, key=len, reverse=True)[:TRIED_CLASSES]
-    if len(largest) < 2 or len(largest[0]) < 2:
-        return None
-    return np.concatenate(largest)
+    return np.concatenate(sorted(classes, key=len, reverse=True)[:TRIED_CLASSES])
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
         (
             ["Resize"],
             (
-                r"the steps give \(3, 40, 60\) torch.uint8; expected \(3, 40, 40\) uint8, as"
+                r"it gives \(3, 40, 60\) torch.uint8; expected \(3, 40, 40\) uint8, as"
                 r" data.image_size"
             ),
         ),
@@ -176,7 +176,7 @@ def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
             ["RandomResizedCrop", {"Normalize": {"mean": [0], "std": [1]}}],
             "Normalize: Input tensor should be a float",
         ),
-        (["FiveCrop"], "the steps give tuple"),
+        (["FiveCrop"], "it gives tuple"),
         (["MixUp"], "MixUp: "),
     ],
 )

@@ -3,6 +3,7 @@ write it.
 """
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,9 +63,38 @@ class Repeating(InOrder):
 
 
 @dataclass(frozen=True)
+class NoPairs(InOrder):
+    batch_size: int = 4
+
+    def batch(self, classes, seed: int, step: int):
+        sizes = [len(classes.samples(number)) for number in range(len(classes.sizes))]
+        return np.cumsum([0, *sizes])[: self.batch_size]
+
+
+@dataclass(frozen=True)
+class ForgetsTheSeed(InOrder):
+    def batch(self, classes, seed: int, step: int):
+        return np.random.default_rng().permutation(len(classes))[: self.batch_size]
+
+
+@dataclass(frozen=True)
+class NoCheck:
+    batch_size: int = 4
+
+    def batch(self, classes, seed: int, step: int):
+        return np.arange(self.batch_size)
+
+
+@dataclass(frozen=True)
 class FailingSampling(InOrder):
     def batch(self, classes, seed: int, step: int):
         raise KeyError("no such shelf")
+
+
+@dataclass(frozen=True)
+class CountsAlone(HardestNegative):
+    def loss(self, similarities, positive, negative):
+        return similarities.argmax(1).to(similarities.dtype)
 
 
 @dataclass(frozen=True)
@@ -145,6 +175,20 @@ class FailingAugmentation:
 
     def fail(self, image):
         raise ZeroDivisionError("no shelf is empty")
+
+
+@dataclass(frozen=True)
+class FloatPixels:
+    def transform(self, image_size: int):
+        centre = _Centre(image_size)
+        return lambda image: centre(image) / 255
+
+
+@dataclass(frozen=True)
+class DrawsElsewhere:
+    def transform(self, image_size: int):
+        centre = _Centre(image_size)
+        return lambda image: centre(image) // random.randrange(1, 200)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class TorchvisionSteps:
         # Upright and wide: `Resize: N`, of the shorter side, gives a square only of a square.
         for width, height in ((3, 2), (2, 3)):
             blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
-            seeded(vary, EncodedImage(image_file(blank)), 0)
+            image = EncodedImage(image_file(blank))
+            require_pixels(seeded(vary, image, 0), image_size, image)
         return vary
 
 
@@ -174,26 +175,32 @@ class CropAndVary:
 
     def __call__(self, image: EncodedImage) -> Tensor:
         pixels = image.crop(*self.part(*image.size))
-        where = f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
         try:
             for step in self.steps:
                 pixels = step(pixels)
         except Exception as error:  # each transform raises its own
             raise DistapError(
-                "data.augmentation_failed", f"{where}: {type(step).__name__}: {error}"
+                "data.augmentation_failed", f"{_place(image)}: {type(step).__name__}: {error}"
             ) from error
-        result = type(pixels).__name__
-        if isinstance(pixels, Tensor):
-            result = f"{tuple(pixels.shape)} {pixels.dtype}"
-        expected = f"(3, {self.size}, {self.size})"
-        if result != f"{expected} {torch.uint8}":
-            raise DistapError(
-                "data.augmentation_failed",
-                f"{where}: the steps give {result}; expected {expected} uint8, as data.image_size"
-                " or image_sizes says: leave `size` out of the last crop, and normalising to the"
-                " network",
-            )
         return pixels
+
+
+def require_pixels(pixels: Any, size: int, image: EncodedImage) -> None:
+    """Raise a DistapError unless an augmentation made (3, size, size) uint8 of an image."""
+    result = type(pixels).__name__
+    if isinstance(pixels, Tensor):
+        result = f"{tuple(pixels.shape)} {pixels.dtype}"
+    expected = f"(3, {size}, {size})"
+    if result != f"{expected} {torch.uint8}":
+        raise DistapError(
+            "data.augmentation_failed",
+            f"{_place(image)}: it gives {result}; expected {expected} uint8, as data.image_size or"
+            " image_sizes says: leave `size` out of the last crop, and normalising to the network",
+        )
+
+
+def _place(image: EncodedImage) -> str:
+    return f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
 
 
 def seeded(transform: Transform, image: EncodedImage, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.data.images.augmentation import Transform, seeded
+from distap.data.images.augmentation import Transform, require_pixels, seeded
 from distap.data.images.damage import DamagedImageError, NoReaderError
 from distap.data.images.decoding import EncodedImage
 from distap.data.joined import MixedIndex
@@ -88,7 +88,10 @@ class LoadingJob:
         """Augment an image of a set, to (3, size, size) uint8, by the randomness of (seed, step,
         slot).
         """
-        return seeded(self.at(step, name)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
+        size, transform = self.at(step, name)
+        pixels = seeded(transform, image, seed_for(AUGMENTATION, self.seed, step, slot))
+        require_pixels(pixels, size, image)
+        return pixels
 
 
 def failure(where: str, error: DamagedImageError) -> Skipped:

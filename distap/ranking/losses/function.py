@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from distap.errors import DistapError
 from distap.ranking.loss import Loss
 from distap.ranking.losses.base import DescriptorLoss, Mask, Scores, SimilarityLoss
 
@@ -34,25 +35,27 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     Returns:
         A class; pass it, or an instance with settings.
     Raises:
-        TypeError: the function takes neither (similarities, same_class) nor (descriptors, labels)
+        DistapError: the function takes neither (similarities, same_class) nor (descriptors, labels)
             first, or a setting is called `weights` or `self_pair`.
     """
     parameters = list(signature(function).parameters.values())
     bases = {"similarities, same_class": _OfSimilarities, "descriptors, labels": _OfDescriptors}
     base = bases.get(", ".join(parameter.name for parameter in parameters[:2]))
     if base is None:
-        raise TypeError(
-            f"{function.__name__} has to take (similarities, same_class) or (descriptors, labels)"
-            " first"
+        raise DistapError(
+            "loss.wrong_parameters",
+            f"{_place(function)} has to take (similarities, same_class) or (descriptors, labels)"
+            " first",
         )
     settings = []
     for parameter in parameters[2:]:
         if parameter.default is Parameter.empty:
             continue
         if parameter.name in ("weights", "self_pair"):
-            raise TypeError(
-                f"{function.__name__}: a setting cannot be called {parameter.name}, which every"
-                " loss has"
+            raise DistapError(
+                "loss.wrong_parameters",
+                f"{_place(function)}: a setting cannot be called {parameter.name}, which every"
+                " loss has",
             )
         kind = Any if parameter.annotation is Parameter.empty else parameter.annotation
         settings.append((parameter.name, kind, field(default=parameter.default)))
@@ -66,6 +69,12 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     )
     made.__qualname__ = function.__qualname__
     return made
+
+
+def _place(function: Callable[..., Tensor]) -> str:
+    """Return the file, the line and the name of a function of the user's own."""
+    code = function.__code__
+    return f"{code.co_filename}, line {code.co_firstlineno}: {function.__name__}"
 
 
 class _OfDescriptors(DescriptorLoss):
