@@ -23,9 +23,8 @@ from distap.storage.texts import parsed_json
 from distap.telemetry.runlog import STARTS_LOG
 
 RECIPE = "recipe.yaml"  # that each run has
-PRUNED = (
-    "pruned.json"  # of a run that was done: the checkpoint that stayed, the steps of the newest
-)
+# Of a run that was done when it was pruned: the checkpoint that stayed, the step of the newest.
+PRUNED = "pruned.json"
 # Runs lie in the folder, or up to two folders below it. Deeper ones would take a listing of all
 # files of a bucket.
 PATTERNS = (RECIPE, f"*/{RECIPE}", f"*/*/{RECIPE}")
