@@ -36,9 +36,9 @@ def fetch_command(
     Writes OUTPUT/{train,test}/CLASS/NAME.png. `emoji`: each emoji drawn by five to nine vendors.
     `glyphs`: each character drawn by two to nine open fonts, as many images as Stanford Online
     Products has. `digits`: those of scikit-learn, if that is installed. `fashion`: 300 images of
-    each class of Fashion-MNIST. `products`: ten drawn photographs of each of 300 products, among
-    others. Half of the classes train, the others test. An interrupted fetch of emoji or glyphs
-    continues when called again.
+    each class of Fashion-MNIST. `products`: ten drawn photographs of each of 300 products, with
+    other products behind and before it. Half of the classes train, the others test. An interrupted
+    fetch of emoji or glyphs continues when called again.
     """
     from benchmarks.fetch.emoji import fetch_emoji
     from benchmarks.fetch.glyphs import fetch_glyphs

@@ -234,7 +234,7 @@ def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
     _print_left_out(index.left_out)
     for damage in damaged:
         print_result(f"{damage.name}: {damage.reason}")
-    seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
+    seen = f"{source}: {len(index)} images in {_shards(index)}"
     if index.scaling:
         seen = f"{seen}, {index.scaling}"
     if damaged:
@@ -261,12 +261,18 @@ def stats_command(source: SHARDS, as_json: JSON = False) -> None:
     print_result(text_table("", "", ("", ""), rows))
 
 
+def _shards(index: "Index") -> str:
+    """Return the number of shards in words, such as "1 shard" or "1,200 shards"."""
+    count = len(index.shard_name)
+    return "1 shard" if count == 1 else f"{count:,} shards"
+
+
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
     """Print what a data set holds; warn of missing expected classes and of repeated images."""
     from distap.data.loading.reader import same_bytes
 
     names = index.class_name.tolist()
-    counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
+    counts = f"{len(index):,} images of {len(names):,} classes in {_shards(index)}"
     further = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     if index.scaling:
         counts = f"{counts}, {index.scaling}"

@@ -97,7 +97,7 @@ DRAWS = (
     " figures."
 )
 GALLERY_DRAWS = Annotated[int, data_option(help=DRAWS, min=0)]
-TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
+TRUTH = "JSON file that says for each query which images are right; see the guide on evaluation."
 TRUTH_FILE = Annotated[
     Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")
 ]

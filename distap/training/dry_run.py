@@ -57,9 +57,9 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         print_result(
             f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of"
             " descriptors per step",
-            f"{'engines':<10}  peak of a rank for weights, gradients and Adam's moments, if all"
-            f" {ranks} ranks are on a host, where each has {room / 1e9:.2f} GB; activations and a"
-            " loss's proxies come on top:",
+            f"{'engines':<10}  peak of a rank for weights, gradients and Adam's moments, if one"
+            f" host runs every rank and gives it {room / 1e9:.2f} GB; activations and a loss's"
+            " proxies come on top:",
             *peaks,
         )
 

@@ -76,7 +76,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
     (images / "b" / "copy of 1.png").write_bytes((images / "b" / "1.png").read_bytes())
     assert distap(monkeypatch, "data", "pack", images, tmp_path / "out") == 0
     printed = "".join(capsys.readouterr())
-    assert "4 images of 2 classes in 1 shards" in printed
+    assert "4 images of 2 classes in 1 shard:" in printed
     assert re.search(
         r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)",
         printed.replace("\n", ""),

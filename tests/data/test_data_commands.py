@@ -51,7 +51,7 @@ def test_figures_are_a_table_and_json(monkeypatch, capsys, odd_names):
 
 def test_a_check_says_by_its_status_whether_all_is_sound(monkeypatch, capsys, odd_names):
     assert distap(monkeypatch, "data", "check", odd_names, "--workers", 1) == 0
-    assert "6 images in 1 shards, all sound" in capsys.readouterr().out
+    assert "6 images in 1 shard, all sound" in capsys.readouterr().out
     damage(odd_names, [0])
     assert distap(monkeypatch, "data", "check", odd_names, "--workers", 1) == 1
     printed = capsys.readouterr().out

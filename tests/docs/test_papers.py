@@ -12,7 +12,7 @@ from launching import ROOT
 
 from distap.config.reading import RECIPES, load_recipe
 from distap.data.converters import DATASETS
-from distap.registry import by_path
+from distap.registry import REGISTRY, by_path
 
 PAPERS = ROOT / "docs/papers.md"
 PAGES = sorted((ROOT / "docs/papers").glob("*.md"))
@@ -131,3 +131,15 @@ def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     for place in [*named, *([sets.gallery] if sets.gallery else [])]:
         dataset, split = re.sub(r"^(data|described:[\w-]+)/", "", place).split("/")
         assert dataset in datasets and split in {item.name for item in DATASETS[dataset].splits}
+
+
+def test_the_references_have_an_entry_for_each_loss_and_data_set_and_a_row_for_each_entry():
+    text = (ROOT / "docs/reference/references.md").read_text()
+    tables, bibtex = text.split("\n## BibTeX\n")
+    entries = re.findall(r"^@\w+\{(\w+),$", bibtex, re.MULTILINE)
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", tables, re.MULTILINE)
+    named = {name for subject, _ in rows for name in re.findall(r"`([\w*-]+)`", subject)}
+    cited = {key for _, cell in rows for key in re.findall(r"`([a-z]+\d{4}[a-z]*)`", cell)}
+    assert max(Counter(entries).values()) == 1 and set(entries) == cited
+    assert set(REGISTRY["loss"]) - named == {"sum"}
+    assert [name for name in DATASETS if not any(matching([name], one) for one in named)] == []
