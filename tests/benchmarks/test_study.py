@@ -144,6 +144,42 @@ def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes,
         Grid(study(**changes), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("chosen_by", "figures", "expected"),
+    [
+        (None, None, "validation/mAP@R"),
+        (None, ["mAP", "R@1"], "validation/mAP"),
+        ("R@1", None, "validation/R@1"),
+        ("validation/R@1", None, "validation/R@1"),
+        ("mAP/trapezoids", None, "validation/mAP/trapezoids"),
+        ("test/mAP", None, "test/mAP"),
+    ],
+)
+def test_the_figure_that_chooses_may_name_its_set(study, tmp_path, chosen_by, figures, expected):
+    also = {"test": {"data": str(tmp_path)}}
+    evaluation = {"every": None, "also": also} | ({"figures": figures} if figures else {})
+    file = study(changes={"steps": 2, "evaluation": evaluation}, chosen_by=chosen_by)
+    assert Grid(file, tmp_path).chosen_by == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chosen_by": "mAP@r"}, "chosen_by: ap_q.* has no validation/mAP@r; did you mean"),
+        ({"figures": ["validation/R@7"]}, "figures: ap_q.* has no validation/R@7; did you mean"),
+        (
+            {"changes": {"steps": 2, "data.train": "gone/train"}},
+            "ap_q.*gone/train.*relative paths of data begin in the current folder",
+        ),
+    ],
+)
+def test_data_and_figures_are_checked_before_the_first_training(study, tmp_path, changes, message):
+    run = StudyRun(Grid(study(**changes), tmp_path / "out"), seeds=1, jobs=1, ranks=1)
+    with pytest.raises(DistapError, match=message):
+        next(run.train())
+    assert not (tmp_path / "out" / "trainings").exists()
+
+
 def made_results(grid, figures):
     """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and
     seed.
