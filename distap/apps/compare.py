@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distap.errors import DistapError, checked
+from distap.apps.runs import RECIPE
+from distap.apps.side_names import names_of_sides
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, NAME
+from distap.config.reading import parsed_yaml
+from distap.errors import DistapError, checked, suggestion
 from distap.evaluation.compared_queries import Compared, Side, compared
 from distap.evaluation.comparing import RESAMPLES
 from distap.evaluation.comparison_tables import comparison_record, comparison_table
@@ -22,7 +26,14 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.given_descriptors import evaluate_by_query
 from distap.evaluation.row_folder import RowFolder, open_descriptors
-from distap.evaluation.saved import RESULT_FILE, Evaluation, read_evaluation
+from distap.evaluation.saved import (
+    RESULT_FILE,
+    Evaluation,
+    folder_of_step,
+    read_evaluation,
+    read_evaluations,
+    saved_steps,
+)
 from distap.evaluation.sets import open_set
 from distap.model.trained import HUB, is_saved
 from distap.retrieval.descriptor_files import (
@@ -33,7 +44,9 @@ from distap.retrieval.descriptor_files import (
     reading,
 )
 from distap.retrieval.row_blocks import PART_SUFFIXES, open_parts
-from distap.storage.locations import scheme_of
+from distap.storage.files import Storage
+from distap.storage.locations import parse_store, scheme_of
+from distap.storage.remotes import MissingFileError
 from distap.storage.texts import read_text
 from distap.training.build import trained_network
 from distap.training.descriptor_network import DescriptorNetwork
@@ -81,6 +94,7 @@ class Opening:
     figures: tuple[str, ...] = ()
     best: bool = False
     trust: bool = False
+    set_name: str | None = None  # of kept evaluations
     opened: EvaluationSet | None = None
 
     def evaluation(self, source: Any) -> Evaluation:
@@ -88,13 +102,38 @@ class Opening:
         if not isinstance(source, str | Path):
             return self._given("descriptors", source)
         path = Path(source)
-        if (path / RESULT_FILE).is_file():
-            return read_evaluation(path)
+        kept = self._kept(path)
+        if kept is not None:
+            return kept
         if (path / ABOUT_FILE).exists() or (path / EXTRACTION_FILE).exists():
             return self._of_folder(open_descriptors(path))
         if path.suffix in PART_SUFFIXES:
             return self._of_file(path)
         return self._of_network(str(source))
+
+    def _kept(self, path: Path) -> Evaluation | None:
+        """Read the evaluation in a folder, or the newest that a run without checkpoints keeps.
+
+        With `set_name`, read that set's, of a run with checkpoints too. Return None if there is a
+        network or a folder of descriptors to evaluate.
+        """
+        folder = path
+        if not (path / RESULT_FILE).is_file():
+            steps = saved_steps(path)
+            has_network = self.best or any((path / CHECKPOINTS_FOLDER).glob("step-*"))
+            if self.set_name is None and (not steps or has_network or self.data is not None):
+                return None
+            folder = folder_of_step(path, steps[-1] if steps else 0)
+        if self.set_name is None:
+            return read_evaluation(folder)
+        evaluations = read_evaluations(folder)
+        if self.set_name not in evaluations:
+            raise DistapError(
+                "comparison.no_set",
+                f"{folder}: no set {self.set_name!r} was evaluated;"
+                f" {suggestion(self.set_name, evaluations)}",
+            )
+        return evaluations[self.set_name]
 
     def _of_folder(self, rows: RowFolder) -> Evaluation:
         # Without a data set the folder itself says which images are of a class. Images that one
@@ -199,6 +238,8 @@ def compare(
     figures: Sequence[str] = (),
     best: bool = False,
     trust: bool = False,
+    set_name: str | None = None,
+    side_names: Sequence[str] = (),
     resamples: int = RESAMPLES,
     seed: int = 0,
     world: World | None = None,
@@ -212,7 +253,8 @@ def compare(
     Args:
         sides: two or more. Each is a run, a checkpoint, an export, a folder of `distap eval
             --output`, a folder of `distap extract`, a file of descriptors (.npy, HDF5), or an array
-            (N, C); or a list of these, which are runs of one training from several seeds.
+            (N, C); or a list of these, which are runs of one training from several seeds. Of a run
+            without checkpoints, the newest evaluation that it keeps is read.
         data: data set to compare on, as `distap eval --data` takes it; None takes the validation
             set of the first run's recipe. Rows of a file of descriptors are in its order.
         gallery: shards to search in, as in `distap eval`.
@@ -220,18 +262,31 @@ def compare(
         truth: file that says for each query what is right.
         labels: (N,) of arrays and files of descriptors, in place of a data set.
         names: (N,) of the same rows, by which queries are joined; None takes row numbers.
-        figures: names, see `distap.retrieval.figures`; by default those of the data set. The
-            verdict is about the first.
+        figures: names, see `distap.retrieval.figures`; by default evaluation.figures of the runs'
+            recipes if these agree and `data` is None, else those of the data set. The verdict is
+            about the first.
         best: take a run's best checkpoint instead of its newest.
         trust: import classes that are not distap's, as `distap.load` does.
+        set_name: read the evaluations of this set (of evaluation.also, say) that the runs keep.
+        side_names: name of each side in verdicts and tables; by default what their paths do not
+            share.
         resamples: random flips of the signs of classes.
         seed: of these flips.
         world: ranks that share the work; None is this process alone.
     Raises:
         DistapError: there are fewer than two sides, one cannot be read, or they share no query or
-            no figure.
+            no figure; or a side has no name of its own, or no evaluation of the set.
     """
     runs_of = _runs_of(sides)
+    names_of_runs = names_of_sides(runs_of, side_names)
+    if set_name is not None and (data is not None or labels is not None):
+        raise DistapError(
+            "comparison.set_of_data",
+            f"set {set_name!r} is of the evaluations that runs keep: leave out either it, or data"
+            " and labels",
+        )
+    if not figures and data is None and labels is None and set_name is None:
+        figures = _figures_of_recipes([*chain(*runs_of)])
     if world is None:
         world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
@@ -244,12 +299,13 @@ def compare(
         tuple(figures),
         best,
         trust,
+        set_name,
     )
     for source in chain(*runs_of):
         _refuse_missing(source)  # before another network has described its images
     evaluations = {
         name: [opening.evaluation(source) for source in runs]
-        for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
+        for name, runs in zip(names_of_runs, runs_of, strict=True)
     }
     # A side of several runs is one training from several seeds: they share a name.
     named = [
@@ -301,21 +357,26 @@ def _runs_of(sides: Sequence[Any]) -> list[Sequence[Any]]:
     return runs_of
 
 
-def _names_of(runs_of: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a name for each side: the last part of its first path, or more where two are alike."""
-    paths = [
-        Path(runs[0]) if isinstance(runs[0], str | Path) else Path("descriptors")
-        for runs in runs_of
-    ]
-    names = [path.name for path in paths]
-    if len({*names}) < len(names):
-        names = [str(path) for path in paths]
-    if len({*names}) < len(names):
-        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    return [
-        name if len(runs) == 1 else f"{name} and {len(runs) - 1} more"
-        for name, runs in zip(names, runs_of, strict=True)
-    ]
+def _figures_of_recipes(sources: Sequence[Any]) -> tuple[str, ...]:
+    """Return evaluation.figures of the runs' recipes; () if these differ, or some is no run."""
+    figures = {_figures_of_recipe(source) for source in sources}
+    return figures.pop() if len(figures) == 1 else ()
+
+
+def _figures_of_recipe(source: Any) -> tuple[str, ...]:
+    """Return evaluation.figures in the recipe of a run, or of a checkpoint's run.""" ""
+    if not isinstance(source, str | Path):
+        return ()
+    place = str(source).rstrip("/")
+    run = parse_store(place) if scheme_of(place) else str(Path(place).absolute())
+    parent, _, name = run.rpartition("/")
+    storage = Storage(parent.rpartition("/")[0] if NAME.fullmatch(name) else run)
+    try:
+        text = storage.read_whole(RECIPE).decode(errors="replace")
+    except MissingFileError:
+        return ()
+    recipe = parsed_yaml(text, storage.where(RECIPE))
+    return tuple(recipe.get("evaluation", {}).get("figures") or ())
 
 
 def column(path: Path) -> list[Any]:
