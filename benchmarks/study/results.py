@@ -330,6 +330,13 @@ def comparison(results: Results, published: Results) -> list[str]:
     return lines
 
 
+def drawing_title(results: Results) -> str:
+    study = results.grid.study
+    is_dashed = len(study.axes) == 1 and results.before().get(study.figures[0]) is not None
+    title = f"{study.title}: {study.figures[0]}, %"
+    return f"{title} (dashed: before training)" if is_dashed else title
+
+
 def drawing(results: Results) -> str:
     """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each
     point.
@@ -338,10 +345,9 @@ def drawing(results: Results) -> str:
     rows = results.rows()
     figure = study.figures[0]
     before = results.before().get(figure)
-    title = f"{study.title}: {figure}, %"
+    title = drawing_title(results)
     marks = {tuple(row.point.names.values()): _mark(row, figure) for row in rows}
     if len(study.axes) == 1:
-        title += "" if before is None else " (dashed: before training)"
         return dots_svg(title, list(marks.values()), None if before is None else 100 * before)
     last = list(dict.fromkeys(names[-1] for names in marks))
     lines = dict.fromkeys(names[:-1] for names in marks)
@@ -383,6 +389,7 @@ def write_study(results: Results, file: Path) -> Path:
         text_of(
             "study.html",
             drawing=svg,
+            drawing_title=drawing_title(results),
             headings=headings,
             cells=cells,
             notes=notes,

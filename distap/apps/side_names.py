@@ -25,7 +25,7 @@ def names_of_sides(runs_of: Sequence[Sequence[Any]], chosen: Sequence[str] = ())
             )
         return list(chosen)
     names = _unshared([_path_of(runs) for runs in runs_of])
-    if len({*names}) < len(names):  # of runs that have nothing but the folder in common
+    if len({*names}) < len(names):
         names = _unshared([_path_of(runs[:1]) for runs in runs_of])
     if len({*names}) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
@@ -36,12 +36,12 @@ def names_of_sides(runs_of: Sequence[Sequence[Any]], chosen: Sequence[str] = ())
 
 
 def _path_of(runs: Sequence[Any]) -> str:
-    """Return the path of a run, or what the paths of several begin with, up to a whole word."""
+    """Return the words that the runs' paths begin with; the first path if these are folders."""
     paths = [str(run) if isinstance(run, str | Path) else "descriptors" for run in runs]
-    shared = paths[0][: _shared_start(paths)]
-    if len({*paths}) > 1:
-        shared = re.sub(r"[^-_./]*$", "", shared).rstrip("-_./")
-    return shared or paths[0]
+    if len({*paths}) == 1:
+        return paths[0]
+    shared = re.sub("[^-_./]*$", "", paths[0][: _shared_start(paths)])
+    return paths[0] if shared.endswith("/") else shared.rstrip("-_.") or paths[0]
 
 
 def _unshared(paths: Sequence[str]) -> list[str]:
