@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distap.apps.runs import RECIPE
+from distap.apps.runs import figures_of_recipes
 from distap.apps.side_names import names_of_sides
-from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, NAME
-from distap.config.reading import parsed_yaml
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.errors import DistapError, checked, suggestion
 from distap.evaluation.compared_queries import Compared, Side, compared
 from distap.evaluation.comparing import RESAMPLES
@@ -44,9 +43,7 @@ from distap.retrieval.descriptor_files import (
     reading,
 )
 from distap.retrieval.row_blocks import PART_SUFFIXES, open_parts
-from distap.storage.files import Storage
-from distap.storage.locations import parse_store, scheme_of
-from distap.storage.remotes import MissingFileError
+from distap.storage.locations import scheme_of
 from distap.storage.texts import read_text
 from distap.training.build import trained_network
 from distap.training.descriptor_network import DescriptorNetwork
@@ -97,6 +94,24 @@ class Opening:
     set_name: str | None = None  # of kept evaluations
     opened: EvaluationSet | None = None
 
+    def __post_init__(self) -> None:
+        if self.set_name is not None and self.names_images:
+            raise DistapError(
+                "comparison.set_of_data",
+                f"set {self.set_name!r} is of the evaluations that runs keep: leave out either it,"
+                " or data, truth and labels",
+            )
+
+    @property
+    def names_images(self) -> bool:
+        """Whether there are images or labels other than those of the first run's recipe."""
+        return any(value is not None for value in (self.data, self.labels, *self.settings.values()))
+
+    def choose_figures(self, sources: Sequence[Any]) -> None:
+        """Take the figures of the runs' recipes for data.validation, if these agree."""
+        if not self.figures and self.set_name is None and not self.names_images:
+            self.figures = figures_of_recipes(sources)
+
     def evaluation(self, source: Any) -> Evaluation:
         """Evaluate a run, a checkpoint, an export, or descriptors; or read an evaluation."""
         if not isinstance(source, str | Path):
@@ -121,7 +136,7 @@ class Opening:
         if not (path / RESULT_FILE).is_file():
             steps = saved_steps(path)
             has_network = self.best or any((path / CHECKPOINTS_FOLDER).glob("step-*"))
-            if self.set_name is None and (not steps or has_network or self.data is not None):
+            if self.set_name is None and (not steps or has_network or self.names_images):
                 return None
             folder = folder_of_step(path, steps[-1] if steps else 0)
         if self.set_name is None:
@@ -171,17 +186,22 @@ class Opening:
         # truth are the same.
         if self.opened is not None:
             return self.opened
-        if self.data is None and isinstance(getattr(section, "validation", None), str):
-            self.data = section.validation
-            self.settings.setdefault("gallery", section.gallery)
-            self.settings.setdefault("gallery_draws", section.gallery_draws)
-        if self.data is None:
+        data = self.data
+        settings = self.settings
+        if data is None and isinstance(getattr(section, "validation", None), str):
+            data = section.validation
+            settings = {
+                "gallery": section.gallery,
+                "gallery_draws": section.gallery_draws,
+                **settings,
+            }
+        if data is None:
             raise DistapError(
                 "evaluation.no_data",
                 f"{where}: name one data set to compare on by --data, or the labels of"
                 " descriptors by --labels",
             )
-        self.opened = open_set(self.data, figures=self.figures, **self.settings)
+        self.opened = open_set(data, figures=self.figures, **settings)
         return self.opened
 
     def _described(self, where: str, describing: Describing, section: Any = None) -> Evaluation:
@@ -279,14 +299,6 @@ def compare(
     """
     runs_of = _runs_of(sides)
     names_of_runs = names_of_sides(runs_of, side_names)
-    if set_name is not None and (data is not None or labels is not None):
-        raise DistapError(
-            "comparison.set_of_data",
-            f"set {set_name!r} is of the evaluations that runs keep: leave out either it, or data"
-            " and labels",
-        )
-    if not figures and data is None and labels is None and set_name is None:
-        figures = _figures_of_recipes([*chain(*runs_of)])
     if world is None:
         world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
@@ -303,6 +315,7 @@ def compare(
     )
     for source in chain(*runs_of):
         _refuse_missing(source)  # before another network has described its images
+    opening.choose_figures([*chain(*runs_of)])
     evaluations = {
         name: [opening.evaluation(source) for source in runs]
         for name, runs in zip(names_of_runs, runs_of, strict=True)
@@ -312,7 +325,7 @@ def compare(
         Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
         for name, of_runs in evaluations.items()
     ]
-    test = partial(compared, named[0], asked=figures, resamples=resamples, seed=seed)
+    test = partial(compared, named[0], asked=opening.figures, resamples=resamples, seed=seed)
     pairs = tuple(
         replace(pair, notes=[*_other_images(evaluations, pair), *pair.notes])
         for pair in map(test, named[1:])
@@ -355,28 +368,6 @@ def _runs_of(sides: Sequence[Any]) -> list[Sequence[Any]]:
             " is the baseline",
         )
     return runs_of
-
-
-def _figures_of_recipes(sources: Sequence[Any]) -> tuple[str, ...]:
-    """Return evaluation.figures of the runs' recipes; () if these differ, or some is no run."""
-    figures = {_figures_of_recipe(source) for source in sources}
-    return figures.pop() if len(figures) == 1 else ()
-
-
-def _figures_of_recipe(source: Any) -> tuple[str, ...]:
-    """Return evaluation.figures in the recipe of a run, or of a checkpoint's run.""" ""
-    if not isinstance(source, str | Path):
-        return ()
-    place = str(source).rstrip("/")
-    run = parse_store(place) if scheme_of(place) else str(Path(place).absolute())
-    parent, _, name = run.rpartition("/")
-    storage = Storage(parent.rpartition("/")[0] if NAME.fullmatch(name) else run)
-    try:
-        text = storage.read_whole(RECIPE).decode(errors="replace")
-    except MissingFileError:
-        return ()
-    recipe = parsed_yaml(text, storage.where(RECIPE))
-    return tuple(recipe.get("evaluation", {}).get("figures") or ())
 
 
 def column(path: Path) -> list[Any]:

@@ -241,10 +241,11 @@ def test_default_names_are_short_and_differ(sides, names):
 
 def test_names_may_be_given(tmp_path, better, monkeypatch, capsys):
     sides = save(better, tmp_path)
-    options = ("--as", "ap_q, log_rank", "--output", tmp_path / "page.html", "--table", "latex")
-    assert command(monkeypatch, "compare", *map(str, sides), *options) == 0
+    page = tmp_path / "page.html"
+    arguments = [*map(str, sides), "--as", "ap_q, log_rank", "--output", page, "--table", "latex"]
+    assert command(monkeypatch, "compare", *arguments) == 0
     assert r"\% & ap\_q & log\_rank & difference" in capsys.readouterr().out
-    assert "log_rank is better on mAP" in (tmp_path / "page.html").read_text()
+    assert "log_rank is better on mAP" in page.read_text()
     for names in (["a"], ["a", "a"], ["a", "b", "c"]):
         with raises("comparison.wrong_names", *names):
             compare(*sides, side_names=names)
@@ -253,8 +254,14 @@ def test_names_may_be_given(tmp_path, better, monkeypatch, capsys):
 def test_runs_are_compared_by_the_figures_of_their_recipes(tmp_path, training_shards):
     """If the recipes agree; a set of the user's own has its own figures."""
     evaluation = {"figures": ["mAP", "R@7"], "every": 0}
-    changes = {"evaluation": evaluation, "data__validation": str(training_shards[1])}
-    train(World(), tmp_path / "a", training_shards, steps=1, **changes)
+    train(
+        World(),
+        tmp_path / "a",
+        training_shards,
+        steps=1,
+        evaluation=evaluation,
+        data__validation=str(training_shards[1]),
+    )
     recipe = yaml.safe_load((tmp_path / "a" / "recipe.yaml").read_text())
     shutil.copytree(tmp_path / "a", tmp_path / "b")
 
@@ -347,7 +354,7 @@ def test_queries_of_several_runs_have_their_means(tmp_path, monkeypatch):
         first_positive=np.ones(len(KEYS), np.int64),
         neighbours=np.arange(len(KEYS))[:, None],
     )
-    about = {"fingerprint": "f", "protocol": QUERIED, "hits": hits}
+    about = {"fingerprint": "f", "protocol": QUERIED, "hits": hits}  # as of runs on one set
     evaluations = {
         name: [run.model_copy(update=about) for run in of_side]
         for name, of_side in comparison.evaluations.items()

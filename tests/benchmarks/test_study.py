@@ -5,12 +5,21 @@ import re
 
 import pytest
 import yaml
+from browser import DESKTOP, PHONE, chromium
 from launching import HELPERS, ROOT, Program, started
 from scipy import stats
 from servers import free_ports
 
 from benchmarks.study.grid import Grid
-from benchmarks.study.results import Result, Results, interval, markdown, read_results, table
+from benchmarks.study.results import (
+    Result,
+    Results,
+    interval,
+    markdown,
+    read_results,
+    table,
+    write_study,
+)
 from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
@@ -222,3 +231,28 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     assert any(note.startswith("* ") for note in notes)
     assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")
     assert interval([0.5]).half is None
+
+
+def test_the_page_of_a_study_shows_all_columns_and_its_title(study, tmp_path):
+    """At the width of a desktop; a phone scrolls table and drawing, whose text stays legible."""
+    file = study(title="Losses that learn rankings of products, each at its best rate of two")
+    grid = Grid(file, tmp_path)
+    sets = ("validation", "products", "digits")
+    figures = tuple(f"{name}/{figure}" for name in sets for figure in ("mAP@R", "R@1"))
+    grid.study = grid.study.model_copy(update={"figures": figures})
+    results = made_results(grid, lambda point, rate, seed: rate + seed / 9)
+    for result in results.done:
+        for name in figures:
+            result.figures.setdefault(name, result.figures["validation/mAP@R"])
+    page = write_study(results, file)
+    beyond = """return [...document.querySelectorAll(".wide")].filter(
+        box => box.scrollWidth > box.clientWidth).length"""
+    height = """return Math.min(...[...document.querySelectorAll(".drawing text")].map(
+        text => text.getBoundingClientRect().height).filter(Boolean))"""
+    with chromium(tmp_path / "profile") as browser:
+        for size in (DESKTOP, PHONE):
+            browser.open(page, size)
+            assert (browser.sideways(), browser.errors()) == (0, [])
+            assert grid.study.title in browser.driver.find_element("css selector", "h3").text
+            assert browser.driver.execute_script(height) > 10
+            assert size == PHONE or browser.driver.execute_script(beyond) == 0
