@@ -145,7 +145,7 @@ def figures_of_recipes(places: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _figures_of(place: Any) -> tuple[str, ...]:
-    if not isinstance(place, str | Path):
+    if not isinstance(place, str | Path) or Path(place).is_file():
         return ()
     where = str(place).rstrip("/")
     run = parse_store(where) if scheme_of(where) else str(Path(where).absolute())

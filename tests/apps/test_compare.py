@@ -383,9 +383,12 @@ def test_few_classes_are_told():
     assert any("there are 12 classes" in note for note in comparison.notes)
 
 
-def test_labels_and_a_second_side_are_asked_for():
+def test_labels_and_a_second_side_are_asked_for(tmp_path):
     with raises("comparison.no_labels", "descriptors"):
         compare(described(1.4), described(0.7))
+    np.save(tmp_path / "rows.npy", described(1.4))
+    with raises("evaluation.no_data", "rows.npy"):
+        compare(tmp_path / "rows.npy", tmp_path / "rows.npy")
     with raises("comparison.too_few_sides", "1"):
         compare(described(1.4), labels=CLASSES)
 
