@@ -15,8 +15,11 @@ from distap.config.reading import changed_settings, load_recipe, parsed_yaml, re
 from distap.config.recipe import Recipe
 from distap.config.sections import Section
 from distap.errors import DistapError, problems_of, suggestion
+from distap.retrieval.figures import LABELLED_FIGURES
 
 TRAININGS = "trainings"  # folder of the runs
+HEADLINE = "validation"  # what a log calls data.validation
+USUAL_CHOICE = "mAP@R"
 Changes = Mapping[str, Any]  # to a recipe: values by dotted key, or nested
 Condition = Literal["data", "model", "evaluation", "images", "updates", "seconds"]
 
@@ -48,8 +51,12 @@ class Study(Section):
             "Values by recipe key; each point takes those that are best on data.validation."
         ),
     )
-    chosen_by: str = Field(
-        "mAP@R", description="Figure on data.validation that chooses among them."
+    chosen_by: str | None = Field(
+        None,
+        description=(
+            "Figure that chooses among them: FIGURE of data.validation, or SET/FIGURE. Without it,"
+            " mAP@R, or the first of evaluation.figures if mAP@R is not among them."
+        ),
     )
     seeds: PositiveInt = Field(
         3, description="Trainings of each point, from seed 0 on; seed 0 searches."
@@ -182,6 +189,8 @@ class Grid:
             if not self.points:
                 raise DistapError("recipe.nothing_to_train", "leave_out leaves nothing to train")
             recipes = [(point, self.jobs(point, seed=0)[0].recipe) for point in self.points]
+            # SET/FIGURE that chooses among the searched values
+            self.chosen_by = _chosen_by(self.study, recipes[0][1])
             for point, recipe in recipes:
                 self._require_evaluated(point, recipe)
             self._require_equal(recipes)
@@ -260,12 +269,9 @@ class Grid:
                 "recipe.no_validation",
                 f"{point}: a study needs data.validation, and evaluation.every other than 0",
             )
-        sets = ["validation", *recipe.evaluation.also]
-        if isinstance(recipe.data.validation, dict):
-            sets += recipe.data.validation_sets
-        sets += [MEAN] * (len(sets) > 1) + [MERGED] * recipe.evaluation.merged
+        sets = _sets_of(recipe)
         for figure in self.study.figures:
-            if not any(figure.startswith(f"{name}/") for name in sets):
+            if not _names_a_set(figure, sets):
                 raise DistapError(
                     "evaluation.unknown_figure",
                     f"figures: {point} is not evaluated by {figure!r}: expected SET/FIGURE, where"
@@ -284,6 +290,28 @@ class Grid:
                         f" {json.dumps(value)} of {name}; mend it, or leave {condition} out of"
                         " `equal`",
                     )
+
+
+def _sets_of(recipe: Recipe) -> list[str]:
+    """Return the names of the sets that a training is evaluated on, by which a log has figures."""
+    sets = [HEADLINE, *recipe.evaluation.also]
+    if isinstance(recipe.data.validation, dict):
+        sets += recipe.data.validation_sets
+    return sets + [MEAN] * (len(sets) > 1) + [MERGED] * recipe.evaluation.merged
+
+
+def _names_a_set(figure: str, sets: Sequence[str]) -> bool:
+    # Figures have slashes too, such as mAP/trapezoids.
+    return any(figure.startswith(f"{name}/") for name in sets)
+
+
+def _chosen_by(study: Study, recipe: Recipe) -> str:
+    """Return SET/FIGURE that chooses among the searched values."""
+    figure = study.chosen_by
+    if figure is None:
+        figures = recipe.evaluation.figures or LABELLED_FIGURES
+        figure = USUAL_CHOICE if USUAL_CHOICE in figures else figures[0]
+    return figure if _names_a_set(figure, _sets_of(recipe)) else f"{HEADLINE}/{figure}"
 
 
 def _require_known(where: str, name: str, known_names: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.study.drawing import Mark, dots_svg, lines_svg, text_of
-from benchmarks.study.grid import Grid, Job, Point, Study
+from benchmarks.study.grid import HEADLINE, Grid, Job, Point, Study
 from distap.errors import DistapError, suggestion
 from distap.storage.atomic import write_whole
 
@@ -131,17 +131,7 @@ class Results:
         """
         result = self._done.get((_names(job.point.names), job.fingerprint))
         if result is not None:
-            study = self.grid.study
-            values = [name for name, value in result.figures.items() if value is not None]
-            for key, name in [
-                ("chosen_by", f"validation/{study.chosen_by}"),
-                *(("figures", n) for n in study.figures),
-            ]:
-                if name not in values:
-                    raise DistapError(
-                        "evaluation.unknown_figure",
-                        f"{key}: {job} has no {name}; {suggestion(name, values)}",
-                    )
+            require_figures(self.grid, job, result.figures)
         return result
 
     def best(self, point: Point) -> Result | None:
@@ -150,7 +140,7 @@ class Results:
         None until all of them are tried.
         """
         tried = [self.of(job) for job in self.grid.jobs(point, 0)]
-        by = f"validation/{self.grid.study.chosen_by}"
+        by = self.grid.chosen_by
         done = [result for result in tried if result is not None]
         return max(done, key=lambda result: result.figures[by]) if len(done) == len(tried) else None
 
@@ -188,6 +178,18 @@ class Results:
     @property
     def share_a_start(self) -> bool:
         return {"data", "model", "evaluation"} <= {*self.grid.study.equal}
+
+
+def require_figures(grid: Grid, job: Job, values: Mapping[str, float | None]) -> None:
+    """Raise a DistapError if a training lacks a figure of the study; `values` are by SET/FIGURE."""
+    known = [name for name, value in values.items() if value is not None]
+    for key, names in (("chosen_by", [grid.chosen_by]), ("figures", grid.study.figures)):
+        for name in names:
+            if name not in known:
+                raise DistapError(
+                    "evaluation.unknown_figure",
+                    f"{key}: {job} has no {name}; {suggestion(name, known)}",
+                )
 
 
 def _names(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -273,7 +275,9 @@ def _notes(results: Results, rows: Sequence[Row], alike: Mapping[str, str]) -> I
         keys = ", ".join(
             f"{key} of {', '.join(map(_short, values))}" for key, values in study.search.items()
         )
-        yield f"The best {keys} by {study.chosen_by} on data.validation, with seed 0."
+        name, _, figure = results.grid.chosen_by.partition("/")
+        chosen_on = "data.validation" if name == HEADLINE else name
+        yield f"The best {keys} by {figure} on {chosen_on}, with seed 0."
     if any(row.at_edge for row in rows):
         yield "* the first or the last value that was tried."
     seconds = {
@@ -326,6 +330,13 @@ def comparison(results: Results, published: Results) -> list[str]:
     return lines
 
 
+def drawing_title(results: Results) -> str:
+    study = results.grid.study
+    is_dashed = len(study.axes) == 1 and results.before().get(study.figures[0]) is not None
+    title = f"{study.title}: {study.figures[0]}, %"
+    return f"{title} (dashed: before training)" if is_dashed else title
+
+
 def drawing(results: Results) -> str:
     """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each
     point.
@@ -334,10 +345,9 @@ def drawing(results: Results) -> str:
     rows = results.rows()
     figure = study.figures[0]
     before = results.before().get(figure)
-    title = f"{study.title}: {figure}, %"
+    title = drawing_title(results)
     marks = {tuple(row.point.names.values()): _mark(row, figure) for row in rows}
     if len(study.axes) == 1:
-        title += "" if before is None else " (dashed: before training)"
         return dots_svg(title, list(marks.values()), None if before is None else 100 * before)
     last = list(dict.fromkeys(names[-1] for names in marks))
     lines = dict.fromkeys(names[:-1] for names in marks)
@@ -379,6 +389,7 @@ def write_study(results: Results, file: Path) -> Path:
         text_of(
             "study.html",
             drawing=svg,
+            drawing_title=drawing_title(results),
             headings=headings,
             cells=cells,
             notes=notes,

@@ -5,7 +5,7 @@ import resource
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import date
@@ -17,15 +17,18 @@ from typing import Any
 import yaml
 from pydantic_core import to_json
 
-from benchmarks.study.grid import Grid, Job, Point
-from benchmarks.study.results import Result, Results, read_results
+from benchmarks.study.grid import HEADLINE, Grid, Job, Point
+from benchmarks.study.results import Result, Results, read_results, require_figures
 from distap import __version__
 from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
 from distap.processes.forks import last_error, start_training
 from distap.registry import by_path
+from distap.stopwatch import Stopwatch
 from distap.storage.atomic import write_whole
 from distap.telemetry.runlog import append_line, read_run_log
+from distap.training.start_checks import evaluated_figures, open_data
+from distap.world import World
 
 RESULTS = "results.jsonl"
 OUTPUT = "output.log"  # what a training prints
@@ -86,6 +89,7 @@ class StudyRun:
                 self.file, b"".join(to_json(asdict(result)) + b"\n" for result in self.results.done)
             )
             stack.callback(self._stop)
+            self._require_data([job for job in waiting if self.results.of(job) is None])
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:
                     job = waiting.popleft()
@@ -98,6 +102,34 @@ class StudyRun:
                 # first, so that rows are whole one after the other
                 waiting.extendleft(self._next(job.point))
                 yield message
+
+    def _require_data(self, jobs: Sequence[Job]) -> None:
+        """Open the data of trainings, each once.
+
+        Raises:
+            DistapError: some cannot be opened, or is not evaluated by a figure of the study.
+        """
+        opened = set[str]()
+        for job in jobs:
+            sections = job.recipe.model_dump_json(include={"data", "evaluation", "sampling"})
+            if sections in opened:
+                continue
+            opened.add(sections)
+            try:
+                sets = open_data(job.recipe, World(), Stopwatch())[1]
+                figures = evaluated_figures(job.recipe, sets)
+            except DistapError as error:
+                raise DistapError(
+                    error.code,
+                    f"{job}: {error} (relative paths of data begin in the current folder,"
+                    f" {Path.cwd()})",
+                ) from error
+            validation = figures[job.recipe.headline]
+            also = {
+                name: figures[name] for name in figures if name != str(job.recipe.data.validation)
+            }
+            entry = {HEADLINE: validation, "also": also}
+            require_figures(self.grid, job, figures_of(entry))
 
     def _next(self, point: Point) -> list[Job]:
         """The further seeds of a point, once, as soon as its best values are known."""
@@ -174,11 +206,9 @@ class StudyRun:
         """Remove the checkpoints of a training whose result is kept, and say what it reached."""
         shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
         result = self.results.of(job)
-        by = self.grid.study.chosen_by
+        by = self.grid.chosen_by
         assert result is not None
-        return (
-            f"{job}: {by} {100 * result.figures[f'validation/{by}']:.1f} in {result.seconds:.0f} s"
-        )
+        return f"{job}: {by} {100 * result.figures[by]:.1f} in {result.seconds:.0f} s"
 
     def _stop(self) -> None:
         """Ask all trainings to stop; they write a checkpoint, from which the next call goes on."""
@@ -190,4 +220,4 @@ class StudyRun:
 
 def figures_of(entry: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a log's line about an evaluation, as SET/FIGURE."""
-    return dict(by_path({"validation": entry["validation"], **entry.get("also", {})}, "/"))
+    return dict(by_path({HEADLINE: entry[HEADLINE], **entry.get("also", {})}, "/"))

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from distap.errors import DistapError, checked
+from distap.apps.runs import figures_of_recipes
+from distap.apps.side_names import names_of_sides
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
+from distap.errors import DistapError, checked, suggestion
 from distap.evaluation.compared_queries import Compared, Side, compared
 from distap.evaluation.comparing import RESAMPLES
 from distap.evaluation.comparison_tables import comparison_record, comparison_table
@@ -22,7 +25,14 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.given_descriptors import evaluate_by_query
 from distap.evaluation.row_folder import RowFolder, open_descriptors
-from distap.evaluation.saved import RESULT_FILE, Evaluation, read_evaluation
+from distap.evaluation.saved import (
+    RESULT_FILE,
+    Evaluation,
+    folder_of_step,
+    read_evaluation,
+    read_evaluations,
+    saved_steps,
+)
 from distap.evaluation.sets import open_set
 from distap.model.trained import HUB, is_saved
 from distap.retrieval.descriptor_files import (
@@ -81,20 +91,64 @@ class Opening:
     figures: tuple[str, ...] = ()
     best: bool = False
     trust: bool = False
+    set_name: str | None = None  # of kept evaluations
     opened: EvaluationSet | None = None
+
+    def __post_init__(self) -> None:
+        if self.set_name is not None and self.names_images:
+            raise DistapError(
+                "comparison.set_of_data",
+                f"set {self.set_name!r} is of the evaluations that runs keep: leave out either it,"
+                " or data, truth and labels",
+            )
+
+    @property
+    def names_images(self) -> bool:
+        """Whether there are images or labels other than those of the first run's recipe."""
+        return any(value is not None for value in (self.data, self.labels, *self.settings.values()))
+
+    def choose_figures(self, sources: Sequence[Any]) -> None:
+        """Take the figures of the runs' recipes for data.validation, if these agree."""
+        if not self.figures and self.set_name is None and not self.names_images:
+            self.figures = figures_of_recipes(sources)
 
     def evaluation(self, source: Any) -> Evaluation:
         """Evaluate a run, a checkpoint, an export, or descriptors; or read an evaluation."""
         if not isinstance(source, str | Path):
             return self._given("descriptors", source)
         path = Path(source)
-        if (path / RESULT_FILE).is_file():
-            return read_evaluation(path)
+        kept = self._kept(path)
+        if kept is not None:
+            return kept
         if (path / ABOUT_FILE).exists() or (path / EXTRACTION_FILE).exists():
             return self._of_folder(open_descriptors(path))
         if path.suffix in PART_SUFFIXES:
             return self._of_file(path)
         return self._of_network(str(source))
+
+    def _kept(self, path: Path) -> Evaluation | None:
+        """Read the evaluation in a folder, or the newest that a run without checkpoints keeps.
+
+        With `set_name`, read that set's, of a run with checkpoints too. Return None if there is a
+        network or a folder of descriptors to evaluate.
+        """
+        folder = path
+        if not (path / RESULT_FILE).is_file():
+            steps = saved_steps(path)
+            has_network = self.best or any((path / CHECKPOINTS_FOLDER).glob("step-*"))
+            if self.set_name is None and (not steps or has_network or self.names_images):
+                return None
+            folder = folder_of_step(path, steps[-1] if steps else 0)
+        if self.set_name is None:
+            return read_evaluation(folder)
+        evaluations = read_evaluations(folder)
+        if self.set_name not in evaluations:
+            raise DistapError(
+                "comparison.no_set",
+                f"{folder}: no set {self.set_name!r} was evaluated;"
+                f" {suggestion(self.set_name, evaluations)}",
+            )
+        return evaluations[self.set_name]
 
     def _of_folder(self, rows: RowFolder) -> Evaluation:
         # Without a data set the folder itself says which images are of a class. Images that one
@@ -132,17 +186,22 @@ class Opening:
         # truth are the same.
         if self.opened is not None:
             return self.opened
-        if self.data is None and isinstance(getattr(section, "validation", None), str):
-            self.data = section.validation
-            self.settings.setdefault("gallery", section.gallery)
-            self.settings.setdefault("gallery_draws", section.gallery_draws)
-        if self.data is None:
+        data = self.data
+        settings = self.settings
+        if data is None and isinstance(getattr(section, "validation", None), str):
+            data = section.validation
+            settings = {
+                "gallery": section.gallery,
+                "gallery_draws": section.gallery_draws,
+                **settings,
+            }
+        if data is None:
             raise DistapError(
                 "evaluation.no_data",
                 f"{where}: name one data set to compare on by --data, or the labels of"
                 " descriptors by --labels",
             )
-        self.opened = open_set(self.data, figures=self.figures, **self.settings)
+        self.opened = open_set(data, figures=self.figures, **settings)
         return self.opened
 
     def _described(self, where: str, describing: Describing, section: Any = None) -> Evaluation:
@@ -199,6 +258,8 @@ def compare(
     figures: Sequence[str] = (),
     best: bool = False,
     trust: bool = False,
+    set_name: str | None = None,
+    side_names: Sequence[str] = (),
     resamples: int = RESAMPLES,
     seed: int = 0,
     world: World | None = None,
@@ -212,7 +273,8 @@ def compare(
     Args:
         sides: two or more. Each is a run, a checkpoint, an export, a folder of `distap eval
             --output`, a folder of `distap extract`, a file of descriptors (.npy, HDF5), or an array
-            (N, C); or a list of these, which are runs of one training from several seeds.
+            (N, C); or a list of these, which are runs of one training from several seeds. Of a run
+            without checkpoints, the newest evaluation that it keeps is read.
         data: data set to compare on, as `distap eval --data` takes it; None takes the validation
             set of the first run's recipe. Rows of a file of descriptors are in its order.
         gallery: shards to search in, as in `distap eval`.
@@ -220,18 +282,23 @@ def compare(
         truth: file that says for each query what is right.
         labels: (N,) of arrays and files of descriptors, in place of a data set.
         names: (N,) of the same rows, by which queries are joined; None takes row numbers.
-        figures: names, see `distap.retrieval.figures`; by default those of the data set. The
-            verdict is about the first.
+        figures: names, see `distap.retrieval.figures`; by default evaluation.figures of the runs'
+            recipes if these agree and `data` is None, else those of the data set. The verdict is
+            about the first.
         best: take a run's best checkpoint instead of its newest.
         trust: import classes that are not distap's, as `distap.load` does.
+        set_name: read the evaluations of this set (of evaluation.also, say) that the runs keep.
+        side_names: name of each side in verdicts and tables; by default what their paths do not
+            share.
         resamples: random flips of the signs of classes.
         seed: of these flips.
         world: ranks that share the work; None is this process alone.
     Raises:
         DistapError: there are fewer than two sides, one cannot be read, or they share no query or
-            no figure.
+            no figure; or a side has no name of its own, or no evaluation of the set.
     """
     runs_of = _runs_of(sides)
+    names_of_runs = names_of_sides(runs_of, side_names)
     if world is None:
         world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"gallery": gallery, "gallery_draws": gallery_draws, "truth": truth}
@@ -244,19 +311,21 @@ def compare(
         tuple(figures),
         best,
         trust,
+        set_name,
     )
     for source in chain(*runs_of):
         _refuse_missing(source)  # before another network has described its images
+    opening.choose_figures([*chain(*runs_of)])
     evaluations = {
         name: [opening.evaluation(source) for source in runs]
-        for name, runs in zip(_names_of(runs_of), runs_of, strict=True)
+        for name, runs in zip(names_of_runs, runs_of, strict=True)
     }
     # A side of several runs is one training from several seeds: they share a name.
     named = [
         Side(name, tuple(evaluation.query_values() for evaluation in of_runs))
         for name, of_runs in evaluations.items()
     ]
-    test = partial(compared, named[0], asked=figures, resamples=resamples, seed=seed)
+    test = partial(compared, named[0], asked=opening.figures, resamples=resamples, seed=seed)
     pairs = tuple(
         replace(pair, notes=[*_other_images(evaluations, pair), *pair.notes])
         for pair in map(test, named[1:])
@@ -299,23 +368,6 @@ def _runs_of(sides: Sequence[Any]) -> list[Sequence[Any]]:
             " is the baseline",
         )
     return runs_of
-
-
-def _names_of(runs_of: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a name for each side: the last part of its first path, or more where two are alike."""
-    paths = [
-        Path(runs[0]) if isinstance(runs[0], str | Path) else Path("descriptors")
-        for runs in runs_of
-    ]
-    names = [path.name for path in paths]
-    if len({*names}) < len(names):
-        names = [str(path) for path in paths]
-    if len({*names}) < len(names):
-        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    return [
-        name if len(runs) == 1 else f"{name} and {len(runs) - 1} more"
-        for name, runs in zip(names, runs_of, strict=True)
-    ]
 
 
 def column(path: Path) -> list[Any]:

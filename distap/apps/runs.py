@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoints
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, NAME, Checkpoints
 from distap.checkpoint.finding import opened_checkpoint
 from distap.checkpoint.lease import Lease, why_live
 from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError
@@ -97,7 +97,7 @@ def listed_runs(place: str) -> Iterator[ListedRun]:
 
 
 def _listed(name: str, storage: Storage) -> ListedRun:
-    recipe = parsed_yaml(storage.read_whole(RECIPE).decode(errors="replace"), storage.where(RECIPE))
+    recipe = _recipe_of(storage)
     checkpoints = Checkpoints(storage)
     names = checkpoints.names()
     newest = names[-1] if names else None
@@ -126,6 +126,34 @@ def _listed(name: str, storage: Storage) -> ListedRun:
         user=str(start.get("user", "")),
         written=max(storage.modified(last), float(start.get("time", 0.0))),
     )
+
+
+def _recipe_of(storage: Storage) -> Any:
+    """Read the recipe of a run, without its defaults."""
+    return parsed_yaml(storage.read_whole(RECIPE).decode(errors="replace"), storage.where(RECIPE))
+
+
+def figures_of_recipes(places: Sequence[Any]) -> tuple[str, ...]:
+    """Return evaluation.figures of the recipes of runs; () if they differ, or a place is no run.
+
+    Args:
+        places: folders or URLs of runs, or of their checkpoints; anything else is no run.
+    """
+    figures = {_figures_of(place) for place in places}
+    return figures.pop() if len(figures) == 1 else ()
+
+
+def _figures_of(place: Any) -> tuple[str, ...]:
+    if not isinstance(place, str | Path) or Path(place).is_file():
+        return ()
+    where = str(place).rstrip("/")
+    run = parse_store(where) if scheme_of(where) else str(Path(where).absolute())
+    parent, _, name = run.rpartition("/")
+    storage = Storage(parent.rpartition("/")[0] if NAME.fullmatch(name) else run)
+    try:
+        return tuple(_recipe_of(storage).get("evaluation", {}).get("figures") or ())
+    except MissingFileError:
+        return ()
 
 
 def _step_when_pruned(storage: Storage, newest: str | None) -> int | None:

@@ -24,6 +24,11 @@ ROW_LABELS = (
     " label a line."
 )
 ROW_NAMES = "Names of these rows, by which queries are joined: a .npy file or a line each."
+KEPT_SET = (
+    "Read the newest evaluation of this set that each run keeps, such as a name of"
+    " evaluation.also. Without it, those of data.validation of runs without checkpoints are read."
+)
+SIDE_NAMES = "Names of the networks in verdict, table and page, with commas between them."
 TABLE = "Print the figures as a table for a paper: latex, markdown or csv."
 COMPARISON_PAGE = "Page to write: figures, a scatter of the queries, and those that changed most."
 
@@ -40,7 +45,22 @@ def compare_command(
     names: Annotated[Path | None, data_option(help=ROW_NAMES)] = None,
     figures: Annotated[
         str,
-        data_option(help="Figures, such as mAP,R@1; the first is judged.", show_default="its own"),
+        data_option(
+            help="Figures, such as mAP,R@1; the first is judged.",
+            show_default="the recipes', if they agree, or the set's own",
+        ),
+    ] = "",
+    set_name: Annotated[
+        str | None, data_option("--set", help=KEPT_SET, metavar="NAME", show_default=False)
+    ] = None,
+    side_names: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            help=SIDE_NAMES,
+            metavar="NAME,NAME...",
+            show_default="what their paths do not share",
+        ),
     ] = "",
     best: options.BEST = False,
     trust: options.TRUST = False,
@@ -80,6 +100,8 @@ def compare_command(
             figures=figures.replace(",", " ").split(),
             best=best,
             trust=trust,
+            set_name=set_name,
+            side_names=[name.strip() for name in side_names.split(",")] if side_names else (),
             resamples=resamples,
             seed=seed,
             world=world,

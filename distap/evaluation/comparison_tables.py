@@ -80,12 +80,11 @@ def _latex(pair: Compared) -> str:
     names = headings(pair)[:-1]
     rows = []
     for cells in shown_rows(pair):
-        difference = cells[3].removesuffix("*")
-        # What holds is bold, as papers print it, in place of the star.
-        cells[3] = rf"\textbf{{{difference}}}" if cells[3].endswith("*") else difference
-        # Without the signs of mathematics, LaTeX prints < as an upside-down exclamation mark.
-        p = re.sub("^<", "$<$", cells[5])
-        rows.append([_escaped(cells[0]), *cells[1:5], p])
+        # LaTeX prints - as a hyphen and < as an upside-down exclamation mark, but in mathematics.
+        numbers = [re.sub(r"<|-[\d.]+", r"$\g<0>$", cell) for cell in cells[1:6]]
+        if cells[3].endswith("*"):  # what holds is bold, as papers print it
+            numbers[2] = rf"$\mathbf{{{cells[3].removesuffix('*')}}}$"
+        rows.append([_escaped(cells[0]), *numbers])
     lines = [[_escaped(name) for name in names], *rows]
     body = [" & ".join(line) + r" \\" for line in lines]
     rule = [r"\begin{tabular}{lrrrrr}", r"\toprule", body[0], r"\midrule", *body[1:]]

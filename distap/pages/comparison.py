@@ -16,13 +16,14 @@ from distap.evaluation.comparison_tables import headings, shown_rows
 from distap.evaluation.saved import Evaluation
 from distap.pages.charts import END, ticks
 from distap.pages.page import write_page
-from distap.pages.report import FRAMES, Sheets, examples_of, thumbnails
+from distap.pages.report import FRAMES, Examples, Sheets, examples_of, thumbnails
 from distap.randomness import permutation
 
 MOST_CHANGED = 6  # queries, and classes, on each side that are shown
 MOST_DOTS = 3000  # of the scatter
 NAMES_END = 170  # where the bars of intervals begin
 ROW_HEIGHT = 30
+MOST_MARKS = 6  # of the axis of intervals
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,10 @@ class Intervals:
         return NAMES_END + (value - low) / (high - low) * (END - NAMES_END)
 
     def marks(self) -> list[tuple[float, str]]:
-        """Return place and text of each mark on the axis."""
-        return [
-            (self.x(value), f"{100 * value:+.4g}" if value else "0")
-            for value in ticks(*self.ends, 4)
-        ]
+        """Return place and text of each mark on the axis: as many as fit."""
+        marks_of = (ticks(*self.ends, wanted) for wanted in (7, 6, 5, 4))
+        values = next(values for values in marks_of if len(values) <= MOST_MARKS)
+        return [(self.x(value), f"{100 * value:+.4g}" if value else "0") for value in values]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ def write_comparison(
 def _with_sheets(page: ComparedPage) -> ComparedPage:
     """Add pictures of the queries that changed most, with their neighbours in both networks."""
     pair = page.pair
-    # Several runs have several lists of neighbours; those of the first stand for them.
     both = [page.evaluations[side.name][0] for side in (pair.baseline, pair.other)]
     if not both[0].fingerprint or both[0].fingerprint != both[1].fingerprint:
         return replace(page, problem="the sides are not networks on the same images")
@@ -172,7 +171,26 @@ def _with_sheets(page: ComparedPage) -> ComparedPage:
         for title, sign in (("gained", 1), ("lost", -1)):
             samples = [sample_of[pair.key[row]] for row in page.changed_queries(sign)]
             why = f"The queries whose {pair.overall[0].figure} {title} most. {FRAMES}"
-            sheets[title] = (why, examples_of(retrieved, samples, thumbnail))
+            examples = examples_of(retrieved, samples, thumbnail)
+            if any(len(side.runs) > 1 for side in (pair.baseline, pair.other)):
+                why += " Neighbours are those of the first run of each side."
+                examples = _with_means(page, sign, examples)
+            sheets[title] = (why, examples)
     except DistapError as error:
         return replace(page, problem=str(error))
     return replace(page, sheets=sheets)
+
+
+def _with_means(page: ComparedPage, sign: int, examples: Examples) -> Examples:
+    """Name the mean over runs, by which the queries are chosen, in front of each first run."""
+    pair = page.pair
+    figure = pair.overall[0].figure
+    named: Examples = []
+    for row, (query, answers) in zip(page.changed_queries(sign), examples, strict=True):
+        means = (pair.before[row], pair.after[row])
+        texts = [
+            answer._replace(name=f"{answer.name}, mean {figure} {points(mean)}%; its first run")
+            for answer, mean in zip(answers, means, strict=True)
+        ]
+        named.append((query, texts))
+    return named

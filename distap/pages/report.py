@@ -105,7 +105,8 @@ class Answer(NamedTuple):
 
 
 # By title: why the queries were chosen, and each query with its answers.
-Sheets = dict[str, tuple[str, list[tuple[Picture, list[Answer]]]]]
+Examples = list[tuple[Picture, list[Answer]]]
+Sheets = dict[str, tuple[str, Examples]]
 
 
 def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> Sheets:
@@ -134,7 +135,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
 
 def examples_of(
     retrieved: dict[str, Retrieved], samples: list[int], thumbnail: Callable[[int], bytes | None]
-) -> list[tuple[Picture, list[Answer]]]:
+) -> Examples:
     """Return queries, by their numbers in the data set, with the answers of each network."""
 
     def picture(hits: Retrieved, row: int) -> Picture:

@@ -71,12 +71,19 @@ def open_data(
     return images, sets
 
 
-def _require_best(recipe: Recipe, sets: dict[str, EvaluationSet]) -> None:
-    """Raise a DistapError if no evaluation gives the figure that chooses the best checkpoint."""
+def evaluated_figures(
+    recipe: Recipe, sets: Mapping[str, EvaluationSet]
+) -> dict[str, dict[str, float]]:
+    """Return 0 for each figure of an evaluation, by set, MEAN and MERGED too."""
     figures = {name: opened.figure_names for name, opened in sets.items()}
     if recipe.evaluation.merged:
         figures[MERGED] = merged_figure_names(sets)
-    expected = with_mean({name: dict.fromkeys(names, 0.0) for name, names in figures.items()})
+    return with_mean({name: dict.fromkeys(names, 0.0) for name, names in figures.items()})
+
+
+def _require_best(recipe: Recipe, sets: dict[str, EvaluationSet]) -> None:
+    """Raise a DistapError if no evaluation gives the figure that chooses the best checkpoint."""
+    expected = evaluated_figures(recipe, sets)
     best = recipe.best
     if best.figure not in expected.get(str(best.set), ()):
         names = "; ".join(f"{name}: {', '.join(values)}" for name, values in expected.items())

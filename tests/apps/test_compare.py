@@ -3,10 +3,13 @@
 import csv
 import io
 import json
+import re
+import shutil
 from html import unescape
 
 import numpy as np
 import pytest
+import yaml
 from browser import DESKTOP, PHONE, chromium
 from commands import distap as command
 from raising import raises
@@ -14,9 +17,17 @@ from small_trainings import train
 
 import distap
 from distap.apps.compare import Comparison, compare
+from distap.apps.side_names import names_of_sides
+from distap.evaluation.comparing import Difference
 from distap.evaluation.described_images import descriptors_of
 from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.saved import QUERIED, Retrieved, read_evaluation
+from distap.evaluation.saved import (
+    QUERIED,
+    Retrieved,
+    folder_of_step,
+    read_evaluation,
+    save_evaluations,
+)
 from distap.evaluation.sets import open_set
 from distap.library import load
 from distap.pages import comparison as comparison_page
@@ -173,6 +184,101 @@ def test_saved_evaluations_are_compared_without_networks(tmp_path, better):
     assert pair.overall == better.compared[0].overall
 
 
+def kept_by_runs(better, path):
+    """Runs without checkpoints that keep evaluations of two sets, as those of a study do."""
+    runs = []
+    for number, [evaluation] in enumerate(better.evaluations.values()):
+        run = path / "trainings" / f"{'ab'[number]}--seed-0-{number}"
+        for step in (0, 12):
+            by_set = {"shards/validation": evaluation, "products": evaluation}
+            save_evaluations(folder_of_step(run, step), by_set, step=step)
+        runs.append(run)
+    return runs
+
+
+def test_a_run_without_checkpoints_gives_its_newest_evaluation(tmp_path, better):
+    runs = kept_by_runs(better, tmp_path)
+    comparison = compare(*runs)
+    assert comparison.compared[0].overall == better.compared[0].overall
+    [[evaluation], _] = comparison.evaluations.values()
+    assert (evaluation.step, evaluation.set) == (12, "shards/validation")
+    of_products = compare(*runs, set_name="products")
+    [[evaluation], _] = of_products.evaluations.values()
+    assert evaluation.folder == runs[0] / "evaluations/step-00000012/set-products"
+    with raises("comparison.no_set", "product", "products"):
+        compare(*runs, set_name="product")
+    with raises("comparison.set_of_data", "products"):
+        compare(*runs, set_name="products", data="shards/test")
+    with raises("checkpoint.none", str(runs[0])):  # other images need a network
+        compare(*runs, data="shards/test")
+
+
+def test_sides_are_named_by_what_their_paths_do_not_share(tmp_path, better):
+    assert [*compare(*kept_by_runs(better, tmp_path)).evaluations] == ["a--seed-0-0", "b--seed-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("sides", "names"),
+    [
+        ([["runs/before"], ["runs/after"]], ["before", "after"]),
+        (
+            [
+                [f"study/{loss}--rate-0.1--seed-{seed}-ea{seed}/set-x" for seed in range(2)]
+                for loss in ("ap_q", "log_rank")
+            ],
+            ["ap_q (2 runs)", "log_rank (2 runs)"],
+        ),
+        ([["a-0", "a-1", "a-2"], ["b-0"]], ["a (3 runs)", "b-0"]),
+        ([["runs/0.npy", "runs/1.npy"], ["runs/2.npy"]], ["0.npy (2 runs)", "2.npy"]),
+        ([["runs/a"], ["runs/a/checkpoints/step-8"]], ["a", "a/checkpoints/step-8"]),
+        ([["runs/a"], ["runs/a"]], ["a (1)", "a (2)"]),
+        ([[np.ones(2)], [np.ones(2)]], ["descriptors (1)", "descriptors (2)"]),
+    ],
+)
+def test_default_names_are_short_and_differ(sides, names):
+    assert names_of_sides(sides) == names
+
+
+def test_names_may_be_given(tmp_path, better, monkeypatch, capsys):
+    sides = save(better, tmp_path)
+    page = tmp_path / "page.html"
+    arguments = [*map(str, sides), "--as", "ap_q, log_rank", "--output", page, "--table", "latex"]
+    assert command(monkeypatch, "compare", *arguments) == 0
+    assert r"\% & ap\_q & log\_rank & difference" in capsys.readouterr().out
+    assert "log_rank is better on mAP" in page.read_text()
+    for names in (["a"], ["a", "a"], ["a", "b", "c"]):
+        with raises("comparison.wrong_names", *names):
+            compare(*sides, side_names=names)
+
+
+def test_runs_are_compared_by_the_figures_of_their_recipes(tmp_path, training_shards):
+    """If the recipes agree; a set of the user's own has its own figures."""
+    evaluation = {"figures": ["mAP", "R@7"], "every": 0}
+    train(
+        World(),
+        tmp_path / "a",
+        training_shards,
+        steps=1,
+        evaluation=evaluation,
+        data__validation=str(training_shards[1]),
+    )
+    recipe = yaml.safe_load((tmp_path / "a" / "recipe.yaml").read_text())
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def figures_next_to(other, **settings):
+        [pair] = compare(tmp_path / "a", other, **settings).compared
+        return [result.figure for result in pair.overall]
+
+    assert figures_next_to(tmp_path / "b") == ["mAP", "R@7"]
+    [checkpoint] = (tmp_path / "b" / "checkpoints").glob("step-*")
+    assert figures_next_to(checkpoint) == ["mAP", "R@7"]
+    assert figures_next_to(tmp_path / "b", figures=["R@2"]) == ["R@2"]
+    assert len(figures_next_to(tmp_path / "b", data=training_shards[1])) == 8
+    recipe["evaluation"]["figures"] = ["mAP", "R@3"]
+    (tmp_path / "b" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert len(figures_next_to(tmp_path / "b")) == 8
+
+
 def test_figures_that_one_run_lacks_are_named(tmp_path, better):
     first, second = save(better, tmp_path)
     reduced = read_evaluation(second)
@@ -236,6 +342,33 @@ def test_an_image_of_the_gallery_may_have_the_name_of_a_query(tmp_path, better, 
     assert "No pictures" not in (tmp_path / "page.html").read_text()
 
 
+def test_queries_of_several_runs_have_their_means(tmp_path, monkeypatch):
+    """They are chosen by these, and the neighbours are those of one run."""
+    runs = [[described(noise, seed) for seed in range(2)] for noise in (1.4, 0.7)]
+    comparison = compare(*runs, labels=CLASSES, names=KEYS.tolist(), side_names=["a", "b"])
+    hits = Retrieved(
+        sample=np.arange(len(KEYS)),
+        key=KEYS,
+        class_name=CLASSES,
+        average_precision=np.ones(len(KEYS)),
+        first_positive=np.ones(len(KEYS), np.int64),
+        neighbours=np.arange(len(KEYS))[:, None],
+    )
+    about = {"fingerprint": "f", "protocol": QUERIED, "hits": hits}  # as of runs on one set
+    evaluations = {
+        name: [run.model_copy(update=about) for run in of_side]
+        for name, of_side in comparison.evaluations.items()
+    }
+    monkeypatch.setattr(comparison_page, "thumbnails", lambda evaluation: lambda sample: None)
+    comparison_page.write_comparison(tmp_path / "page.html", comparison.compared, evaluations)
+    text = (tmp_path / "page.html").read_text()
+    [pair] = comparison.compared
+    row = int(np.argmax(pair.after - pair.before))
+    assert f"<b>a, mean mAP {100 * pair.before[row]:.1f}%; its first run</b>" in text
+    assert f"<b>b, mean mAP {100 * pair.after[row]:.1f}%; its first run</b>" in text
+    assert "Neighbours are those of the first run of each side" in text
+
+
 def test_an_evaluation_of_before_is_refused(tmp_path, better):
     first, second = save(better, tmp_path)
     (second / "queries.npz").unlink()
@@ -250,9 +383,12 @@ def test_few_classes_are_told():
     assert any("there are 12 classes" in note for note in comparison.notes)
 
 
-def test_labels_and_a_second_side_are_asked_for():
+def test_labels_and_a_second_side_are_asked_for(tmp_path):
     with raises("comparison.no_labels", "descriptors"):
         compare(described(1.4), described(0.7))
+    np.save(tmp_path / "rows.npy", described(1.4))
+    with raises("evaluation.no_data", "rows.npy"):
+        compare(tmp_path / "rows.npy", tmp_path / "rows.npy")
     with raises("comparison.too_few_sides", "1"):
         compare(described(1.4), labels=CLASSES)
 
@@ -281,13 +417,16 @@ def test_tables_are_those_of_papers(better):
     markdown, latex, text = (better.table(form) for form in ("markdown", "latex", "csv"))
     first = better.compared[0].overall[0]
     assert f"{100 * first.baseline:.1f} | {100 * first.other:.1f} | +" in markdown
-    assert rf"\textbf{{+{100 * first.value:.1f}}}" in latex
+    assert rf"$\mathbf{{+{100 * first.value:.1f}}}$" in latex
     assert latex.startswith(r"\begin{tabular}")
     assert r"figure, \%" in latex
     assert "& $<$ 0.001" in latex
     rows = [*csv.DictReader(io.StringIO(text))]
     assert float(rows[0]["difference"]) == first.value
     assert (rows[0]["holds"], rows[0]["figure"]) == ("True", "mAP")
+    # Numbers below zero have a minus, not a hyphen.
+    worse = compare(described(0.7), described(1.4), labels=CLASSES).table("latex")
+    assert re.search(r"\$\\mathbf\{-[\d.]+\}\$ & \$-[\d.]+\$ to \$-[\d.]+\$ &", worse)
     with raises("comparison.unknown_table", "html"):
         better.table("html")
 
@@ -309,7 +448,32 @@ def test_the_page_fits_and_names_what_changed(tmp_path, better):
     text = (tmp_path / "page.html").read_text()
     assert better.verdicts[0] in unescape(text)
     assert "Queries that gained most" in text
+    # Long names break, so that a table and its last column stay within the desktop's page.
+    long_names = [f"runs/study/trainings/{'log_rank' * 8}-{side}" for side in "ab"]
+    named = compare(
+        *(described(noise) for noise in (1.4, 0.7)), labels=CLASSES, side_names=long_names
+    )
+    comparison_page.write_comparison(tmp_path / "long.html", named.compared, named.evaluations)
+    beyond = """return [...document.querySelectorAll(".wide")].filter(
+        box => box.scrollWidth > box.clientWidth).length"""
+    cut = """return [...document.querySelectorAll("svg[role=img]")].flatMap(svg => {
+        const edge = svg.getBoundingClientRect();
+        return [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect())
+            .filter(box => box.left < edge.left - 1 || box.right > edge.right + 1)}).length"""
     with chromium(tmp_path / "profile") as browser:
-        for size in (DESKTOP, PHONE):
-            browser.open(tmp_path / "page.html", size)
-            assert (browser.sideways(), browser.errors()) == (0, [])
+        for page in ("page.html", "long.html"):
+            for size in (DESKTOP, PHONE):
+                browser.open(tmp_path / page, size)
+                assert (browser.sideways(), browser.errors()) == (0, [])
+                assert browser.driver.execute_script(cut) == 0
+                assert size == PHONE or browser.driver.execute_script(beyond) == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-0.161, 0.05), (-0.0004, 0.0003), (0.01, 0.5), (-0.4, 0.49), (0, 0.021)]
+)
+def test_the_axis_of_intervals_has_marks_as_they_fit(low, high):
+    result = Difference("mAP", 0.5, 0.5, low, high, 0.1, 9, 9)
+    marks = comparison_page.Intervals([result]).marks()
+    assert 3 <= len(marks) <= 6
+    assert "0" in [text for _, text in marks]

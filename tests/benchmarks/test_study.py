@@ -5,12 +5,21 @@ import re
 
 import pytest
 import yaml
+from browser import DESKTOP, PHONE, chromium
 from launching import HELPERS, ROOT, Program, started
 from scipy import stats
 from servers import free_ports
 
 from benchmarks.study.grid import Grid
-from benchmarks.study.results import Result, Results, interval, markdown, read_results, table
+from benchmarks.study.results import (
+    Result,
+    Results,
+    interval,
+    markdown,
+    read_results,
+    table,
+    write_study,
+)
 from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
@@ -144,6 +153,42 @@ def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes,
         Grid(study(**changes), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("chosen_by", "figures", "expected"),
+    [
+        (None, None, "validation/mAP@R"),
+        (None, ["mAP", "R@1"], "validation/mAP"),
+        ("R@1", None, "validation/R@1"),
+        ("validation/R@1", None, "validation/R@1"),
+        ("mAP/trapezoids", None, "validation/mAP/trapezoids"),
+        ("test/mAP", None, "test/mAP"),
+    ],
+)
+def test_the_figure_that_chooses_may_name_its_set(study, tmp_path, chosen_by, figures, expected):
+    also = {"test": {"data": str(tmp_path)}}
+    evaluation = {"every": None, "also": also} | ({"figures": figures} if figures else {})
+    file = study(changes={"steps": 2, "evaluation": evaluation}, chosen_by=chosen_by)
+    assert Grid(file, tmp_path).chosen_by == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chosen_by": "mAP@r"}, "chosen_by: ap_q.* has no validation/mAP@r; did you mean"),
+        ({"figures": ["validation/R@7"]}, "figures: ap_q.* has no validation/R@7; did you mean"),
+        (
+            {"changes": {"steps": 2, "data.train": "gone/train"}},
+            "ap_q.*gone/train.*relative paths of data begin in the current folder",
+        ),
+    ],
+)
+def test_data_and_figures_are_checked_before_the_first_training(study, tmp_path, changes, message):
+    run = StudyRun(Grid(study(**changes), tmp_path / "out"), seeds=1, jobs=1, ranks=1)
+    with pytest.raises(DistapError, match=message):
+        next(run.train())
+    assert not (tmp_path / "out" / "trainings").exists()
+
+
 def made_results(grid, figures):
     """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and
     seed.
@@ -186,3 +231,28 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     assert any(note.startswith("* ") for note in notes)
     assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")
     assert interval([0.5]).half is None
+
+
+def test_the_page_of_a_study_shows_all_columns_and_its_title(study, tmp_path):
+    """At the width of a desktop; a phone scrolls table and drawing, whose text stays legible."""
+    file = study(title="Losses that learn rankings of products, each at its best rate of two")
+    grid = Grid(file, tmp_path)
+    sets = ("validation", "products", "digits")
+    figures = tuple(f"{name}/{figure}" for name in sets for figure in ("mAP@R", "R@1"))
+    grid.study = grid.study.model_copy(update={"figures": figures})
+    results = made_results(grid, lambda point, rate, seed: rate + seed / 9)
+    for result in results.done:
+        for name in figures:
+            result.figures.setdefault(name, result.figures["validation/mAP@R"])
+    page = write_study(results, file)
+    beyond = """return [...document.querySelectorAll(".wide")].filter(
+        box => box.scrollWidth > box.clientWidth).length"""
+    height = """return Math.min(...[...document.querySelectorAll(".drawing text")].map(
+        text => text.getBoundingClientRect().height).filter(Boolean))"""
+    with chromium(tmp_path / "profile") as browser:
+        for size in (DESKTOP, PHONE):
+            browser.open(page, size)
+            assert (browser.sideways(), browser.errors()) == (0, [])
+            assert grid.study.title in browser.driver.find_element("css selector", "h3").text
+            assert browser.driver.execute_script(height) > 10
+            assert size == PHONE or browser.driver.execute_script(beyond) == 0

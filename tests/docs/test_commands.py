@@ -301,6 +301,8 @@ def test_no_document_names_what_was_removed(document):
 def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
     (study,) = blocks_of([GUIDES / "studies.md"], "yaml")
     Study.model_validate(yaml.safe_load(study))
+    rows = re.findall(r"^\| `(\w+)` \|", (GUIDES / "studies.md").read_text(), re.MULTILINE)
+    assert rows == [*Study.model_fields]
     load_recipe(DEMO, [*map(yaml.safe_load, blocks_of([GUIDES / "mixtures.md"], "yaml"))])
     (sections,) = blocks_of([GUIDES / "losses.md"], "yaml")
     for line in sections.splitlines():
