@@ -24,7 +24,7 @@ MOST_LAYERS = 10
 # may only fall, but for `nodes`, which a new mechanism may raise (CONTRIBUTING.md says why they are
 # here). A longer name, a keyword, a comment or a wrapped line costs nothing.
 MOST_OF_PACKAGE = {
-    "nodes": 166_300,
+    "nodes": 166_800,
     "nodes a line": 5.3,
     "pairs": 0.2,
     "walruses": 0.4,
