@@ -47,6 +47,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, monkeypatch, capfd):
     search = ["tune", f"{folder}/recipe.yaml", "--space", f"{folder}/space.yaml", "--share", "0.5"]
     search += ["--output", f"{folder}/tuned"]

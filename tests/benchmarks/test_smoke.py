@@ -98,7 +98,7 @@ def test_what_is_slower_wrong_or_broken_has_its_sentence():
     assert "NCCL_DEBUG" in failure("messages", "NCCL", "it took more than 60 s")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ["exactness", "messages", "speed"])
 def test_each_check_runs_on_the_cpu(check):
     from benchmarks import harness

@@ -75,7 +75,7 @@ def test_the_shards_hold_the_same_images(filled):
     assert sizes[0] == sizes[1] and sum(sizes[0]) == filled.image_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("curl") is None, reason="WebDataset reads URLs by curl")
 def test_each_reader_has_its_turn_at_each_delay(filled):
     report = TINY.report()
@@ -89,7 +89,7 @@ def test_each_reader_has_its_turn_at_each_delay(filled):
     assert (STREAMING in installed) != ("not installed" in text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hosts_with_caches_for_everything_read_nothing_in_their_last_passes(filled, tmp_path):
     settings = TINY.model_dump(include=set(StoreOptions.model_fields))
     with running_store(filled.folder) as store:

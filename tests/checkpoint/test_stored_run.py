@@ -77,7 +77,7 @@ def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(file, tmp_pa
         assert newest(store, tmp_path)[0] == 1
 
 
-@pytest.mark.parametrize("kind", ["s3", "gs", "file"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.nightly), "file"])
 def test_what_one_host_saves_another_loads(tmp_path, kind):
     large = {"network.large": torch.rand(9_000_000)}  # sent in parts
     servers = {"s3": s3_server, "gs": gcs_server, "file": nullcontext}

@@ -37,6 +37,8 @@ def test_the_processes_of_one_host_listen_at_its_loopback_address_or_nowhere(
     with run.started(2) as job:
         job.wait_until(lambda: run.has_done(4))
         held = sockets_of(job.left())
+        ranks = [job.pid(rank) for rank in range(2)]
+        workers = {pid for pid in held if parent(pid) in ranks}
         with started(Program(following), tmp_path / "report") as report:
             report.wait_until(page.exists)
             assert set().union(*sockets_of(report.left()).values()) == set()
@@ -44,12 +46,10 @@ def test_the_processes_of_one_host_listen_at_its_loopback_address_or_nowhere(
             assert held_until_the_end(evaluation) == set()
             assert evaluation.status() == 0, evaluation.said
     assert held.pop(job.process.pid) == set()
-    ranks = [job.pid(rank) for rank in range(2)]
     for rank, pid in enumerate(ranks):
         sockets = held.pop(pid)
         assert Listening(LOOPBACK, port + rank) in sockets
         assert {socket.address for socket in sockets} == {LOOPBACK}
-    workers = {pid for pid in held if parent(pid) in ranks}
     [store] = held.keys() - workers
     assert len(workers) == 2
     assert [held[worker] for worker in workers] == [set(), set()]

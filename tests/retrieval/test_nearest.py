@@ -61,6 +61,7 @@ def test_what_is_not_finite_is_named_by_its_row(monkeypatch):
         nearest(gallery[:2], gallery, 3)
 
 
+@pytest.mark.nightly
 def test_without_faiss_everything_but_search_can_be_used(monkeypatch):
     code = (
         "import sys; sys.modules['faiss'] = None; import distap.train, distap.evaluation.sets,"

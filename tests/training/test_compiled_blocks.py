@@ -55,7 +55,7 @@ def moved_by_engines(world):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_with_compiled_blocks_is_that_without_under_ddp_and_fsdp():
     for answers in on_ranks(2, moved_by_engines):
         expected = answers.pop("eager")
@@ -67,7 +67,7 @@ def test_a_step_with_compiled_blocks_is_that_without_under_ddp_and_fsdp():
                 assert difference <= 1e-3 * expected[name].norm() + 1e-7, (engine, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ragged_micro_batches_are_compiled_a_bounded_number_of_times():
     from torch._dynamo.utils import counters
 

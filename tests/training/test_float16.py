@@ -93,7 +93,7 @@ def test_a_gradient_below_float16_is_kept_by_the_scale(scale, is_lost):
 
 def test_scale_and_parameters_are_those_of_torchs_scaler(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWS_AFTER", 3)
-    network = random_network(projection=8).train()
+    network = random_network("test_vit", projection=8, image_size=64).train()
     reference = copy.deepcopy(network)
     optimizer = descent(reference)
     scaler = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE, growth_interval=3)

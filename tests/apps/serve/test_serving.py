@@ -202,7 +202,9 @@ def test_requests_that_are_no_http_leave_no_lines_in_the_log(served):
     assert job.said == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGHUP]
+)
 def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path, number):
     image = upload(9)
     content = body(image)
