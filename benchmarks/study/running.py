@@ -119,11 +119,10 @@ class StudyRun:
                 sets = open_data(job.recipe, World(), Stopwatch())[1]
                 figures = evaluated_figures(job.recipe, sets)
             except DistapError as error:
-                raise DistapError(
-                    error.code,
-                    f"{job}: {error} (relative paths of data begin in the current folder,"
-                    f" {Path.cwd()})",
-                ) from error
+                where = ""
+                if error.code.startswith(("data.", "storage.")):
+                    where = f" (relative paths of data begin in the current folder, {Path.cwd()})"
+                raise DistapError(error.code, f"{job}: {error}{where}") from error
             validation = figures[job.recipe.headline]
             also = {
                 name: figures[name] for name in figures if name != str(job.recipe.data.validation)
