@@ -155,7 +155,8 @@ class CommonCommand(TyperCommand):
         remaining = super().parse_args(ctx, args)
         for value in ctx.params.values():
             if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
-                url = str(value).replace(":/", "://", 1)
+                slashes = ":///" if str(value).startswith("file:") else "://"  # a path has one
+                url = str(value).replace(":/", slashes, 1)
                 raise DistapError(
                     "command.url", f"{url}: must be a folder or a file on this machine, not a URL"
                 )

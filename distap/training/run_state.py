@@ -214,6 +214,7 @@ class RunState:
             "folder": str(Path.cwd()),  # that the recipe's paths are relative to
             "figures": figures or {},
             "since_best": self.since_best,
+            "user": os.environ.get("USER", ""),
         }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
@@ -247,7 +248,7 @@ class RunState:
     def _take_over(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state("recipe")
         recorded = state["recipe"]
-        self._refuse_other_run(recorded["run"], checkpoint.where)
+        self._refuse_other_run(recorded["run"], state.get("user", ""), checkpoint.where)
         identity = checkpoint.manifest.about
         before = _identity(recorded, identity.get("data"), identity.get("rows", {}))
         now = _identity(self._settings, self._fingerprints, self.rows)
@@ -289,20 +290,26 @@ class RunState:
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
 
-    def _refuse_other_run(self, owner: str, where: str) -> None:
+    def _refuse_other_run(self, owner: str, user: str, where: str) -> None:
         """Raise a DistapError if the store belongs to another run, which this one would overwrite.
 
         Args:
             owner: the run folder as the run that wrote the checkpoint had it. Other hosts may have
                 it elsewhere, so its name alone counts.
+            user: who started that run; "" if it is not known.
         """
         run = self.recipe.run
-        is_own = Path(owner).name == run.name
+        starter = os.environ.get("USER", "")
+        is_same_user = starter == user or not (starter and user)
+        is_own = Path(owner).name == run.name and is_same_user
         if self.recipe.checkpoint.store is None or is_own or TAKE_OVER in os.environ:
             return
+        # Colleagues give different trainings one name.
+        users = ("", "") if is_same_user else (f" of {user}", f" of {starter}")
         raise DistapError(
             "run.other_run",
-            f"{where}: checkpoint.store belongs to run={owner}, and this is run={run}: give each"
+            f"{where}: checkpoint.store belongs to run={owner}{users[0]}, and this is"
+            f" run={run}{users[1]}: give each"
             f" run a store of its own; if {run} is to go on from that run and to write over its"
             " checkpoints, start it once with --take-over",
         )

@@ -98,6 +98,7 @@ def test_a_store_belongs_to_one_run(tmp_path, training_shards, monkeypatch):
         store = f"file://{tmp_path}/store"
         train(World(), tmp_path / name, training_shards, steps=steps, checkpoint__store=store)
 
+    monkeypatch.delenv("USER", raising=False)
     train_as("ann", 1)
     before = (tmp_path / "store/recipe.yaml").read_bytes()
     with raises("run.other_run", tmp_path / "ann", tmp_path / "bob", "--take-over"):
@@ -108,6 +109,14 @@ def test_a_store_belongs_to_one_run(tmp_path, training_shards, monkeypatch):
     monkeypatch.delenv(TAKE_OVER)
     train_as("elsewhere/bob", 3)
     assert len(losses(tmp_path / "elsewhere/bob")) == 3
+    monkeypatch.setenv("USER", "bob")  # it was nobody's that is known
+    train_as("bob", 4)
+    monkeypatch.setenv("USER", "carl")
+    for steps in (4, 5):  # also where nothing is left to do
+        with raises("run.other_run", "of bob", "of carl", "--take-over"):
+            train_as("carl/bob", steps)
+    monkeypatch.delenv("USER")
+    train_as("bob", 5)
 
 
 def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(
