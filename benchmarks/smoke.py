@@ -45,7 +45,8 @@ class SmokeBenchmark(harness.Benchmark):
         for sentence in wrong:
             print(f"wrong: {sentence}", flush=True)
         spent = time.perf_counter() - started
-        print(f"{len(wrong)} things are wrong" if wrong else "all is well", f"({spent:.0f} s)")
+        faults = "1 thing is wrong" if len(wrong) == 1 else f"{len(wrong)} things are wrong"
+        print(faults if wrong else "all is well", f"({spent:.0f} s)")
         raise SystemExit(1 if wrong else 0)
 
     def problems(self) -> list[str]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from distap.apps.search import describer_of
 from distap.data.loading.reader import ImageSet, open_images
+from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError, logger
 from distap.retrieval.changing import changed_index
 from distap.retrieval.descriptor_files import DescriptorSet
@@ -88,16 +89,22 @@ def update_index(
         # Into memory, since Faiss cannot change an index that lies in a mapped file.
         index = read_index(folder, changeable=not dry)
         images = None if source is None else open_images(source)
+        unread = () if images is None else images.index.left_out  # such as files that are not there
+        warn_of(source or "", unread)
         changes = _changes(index, images, _keys_in(remove), folder)
         if not replaces:
             _refuse_other_contents(changes, folder)
-        result: dict[str, Any] = {**changes.counts, "left_out": 0, "generation": index.generation}
+        result: dict[str, Any] = {
+            **changes.counts,
+            "left_out": len(unread),
+            "generation": index.generation,
+        }
         if dry:
             return result | {"images": len(index)}
         # Everything that can go wrong comes before the first byte is written.
         described = _described(index, changes, network, folder)
         count = len(described or ())
-        result["left_out"] = len(changes.new) + len(changes.replaced) - count
+        result["left_out"] += len(changes.new) + len(changes.replaced) - count
         # A damaged image in a list that comes every night is no reason to write all rows anew.
         if not count + len(changes.relabelled) + len(changes.removed):
             return result | {"images": len(index)}

@@ -133,7 +133,7 @@ def _print_update(folder: Path, result: dict[str, Any], dry: bool, as_json: bool
     counts = "{new:,} new, {replaced:,} replaced, {relabelled:,} with another class or columns"
     counts += ", {same:,} the same, {removed:,} removed"
     if result["left_out"]:
-        counts += "; of these {left_out:,} cannot be read and were left out"
+        counts += "; {left_out:,} left out, for the reasons above"
     text = counts.format(**result)
     if dry:
         print_result(f"{folder}: would be: {text}; nothing was changed")

@@ -168,6 +168,17 @@ def test_a_damaged_image_is_left_out_and_its_old_row_stays(shop, gallery, caplog
     assert hit.key == "images/3.png"
 
 
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_listed_photo_that_is_not_there_is_counted_and_named(shop, gallery, caplog, dry):
+    (shop / "images" / "3.png").unlink()
+    rows = [(f"../images/{n}.png", "hats", "sku-1", 99) for n in (3, 77)]
+    source = write_list(shop / "lists" / "b.csv", rows)
+    result = updated(shop, gallery, source, replaces=True, dry=dry)
+    assert (result["left_out"], result["images"], result["relabelled"]) == (2, 12, 0)
+    assert "2 listed images that are not there" in caplog.text
+    assert "3.png" in caplog.text
+
+
 def test_columns_that_come_or_are_missing_are_logged(shop, gallery, caplog):
     (shop / "images" / "30.png").write_bytes(upload(30))
     heading = ("path", "label", "sku", "colour")

@@ -23,7 +23,7 @@ def test_a_machine_without_a_gpu_is_told_so_by_the_script_with_a_status():
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].startswith("wrong: ") and "driver" in lines[0]
-    assert lines[-1].startswith("1 things are wrong")
+    assert lines[-1].startswith("1 thing is wrong")
 
 
 @pytest.mark.parametrize(
