@@ -158,7 +158,8 @@ def conditions_of(where: Where, types: Mapping[str, str], data: str) -> Iterator
             reason = "the column holds texts" if numbers else f"{values[0]!r} is no number"
             raise DistapError(
                 "search.no_number",
-                f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`",
+                f"{name}{sign}{values[0]}: {reason}; compare texts by =, != or `in`, and give each"
+                " condition by itself",
             )
         # Columns are composed, but keys stay as files are named, and macOS decomposes é there. To
         # look for both forms is cheaper than a composed copy of a million keys.
