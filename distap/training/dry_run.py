@@ -84,8 +84,9 @@ def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, los
                 " of the same images when it is called again; draw from torch's generator alone,"
                 " which is seeded for each image",
             )
-    rows = _rows_to_rank(labels if labels.ndim == 1 else labels[:, 0])
-    if planned is None and len(np.unique(labels[rows])) == len(rows):
+    finest = labels if labels.ndim == 1 else labels[:, 0]
+    rows = _rows_to_rank(finest)
+    if planned is None and len(np.unique(finest[rows])) == len(rows):
         return  # few images of a stream need not have pairs
     extra = {} if images.rows_of is None else images.rows_of(samples[rows])
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -151,12 +152,13 @@ def _planned(recipe: Recipe, images: TrainingImages) -> tuple[Labels, Labels] | 
 
 
 def _rows_to_rank(labels: Labels) -> Labels:
-    """Return rows of a few large classes."""
+    """Return rows of a few large classes; none if no image has a class, as if all are damaged."""
     classes = [
         np.flatnonzero(labels == label)[:TRIED_OF_A_CLASS]
         for label in np.unique(labels[labels >= 0])
     ]
-    return np.concatenate(sorted(classes, key=len, reverse=True)[:TRIED_CLASSES])
+    largest = sorted(classes, key=len, reverse=True)[:TRIED_CLASSES]
+    return np.concatenate([np.empty(0, np.int64), *largest])
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Prepare a training: what is opened and built before its first step."""
 
+import numpy as np
 from images import write_images
 from raising import raises
 from small_trainings import are_same, recipe
 
 from distap.errors import FINISHED
 from distap.trainer import Trainer
-from distap.training.dry_run import dry_run
+from distap.training.dry_run import _rows_to_rank, dry_run
 from distap.training.prepared import prepare
 from distap.world import World
 
@@ -57,3 +58,8 @@ def test_the_whitening_leaves_the_training_its_own_reader(tmp_path, training_sha
         assert [size for _, size, _ in prepared.images.job.sizes] == [16, 32]
         assert Trainer(prepared, World()).train() == FINISHED
     assert are_same(tmp_path / "one", tmp_path / "other")
+
+
+def test_a_dry_run_ranks_no_rows_where_no_image_has_a_class():
+    assert _rows_to_rank(np.full(4, -1)).tolist() == []
+    assert sorted(_rows_to_rank(np.array([-1, 7, 7, 3])).tolist()) == [1, 2, 3]
