@@ -104,7 +104,7 @@ class Opening:
 
     @property
     def names_images(self) -> bool:
-        """Whether there are images or labels other than those of the first run's recipe."""
+        """Return whether images or labels are given, beside those of the first run's recipe."""
         return any(value is not None for value in (self.data, self.labels, *self.settings.values()))
 
     def choose_figures(self, sources: Sequence[Any]) -> None:
